@@ -32,9 +32,7 @@ _COMMANDS = {
     "constraints": _Command(
         "benchmarks.constraints_command", "grammars and masks in steps, jump-forward decoding"
     ),
-    "speculation": _Command(
-        "benchmarks.speculation_command", "guesses of tokens, compared with none"
-    ),
+    "speculation": _Command("benchmarks.speculation_command", "draft tokens, compared with none"),
     "router": _Command(
         "benchmarks.router.command", "requests and streamed tokens in one router process"
     ),

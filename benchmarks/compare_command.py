@@ -17,7 +17,6 @@ from benchmarks.peers.catalogue import ENGINES, Setting
 from benchmarks.peers.comparison import compare
 from benchmarks.peers.summary import summarize
 from benchmarks.report.output import write_line
-from benchmarks.split_vs_whole import measure_rates
 from engine.config import EngineConfig
 
 __all__ = ["add_args", "main", "print_comparison"]
@@ -118,6 +117,9 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
 
 def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
     """Returns the rates of the mixed requests through servers: two tiers, and one worker."""
+    # Here, as it imports what servers need, which a machine with a GPU may lack.
+    from benchmarks.split_vs_whole import measure_rates
+
     vocab_size = read_config(setting.model)["vocab_size"]
     case = build_cases(vocab_size)["mixed"]
     rounds = [requests_of_round(case, number, vocab_size) for number in range(1 + repeats)]

@@ -106,7 +106,9 @@ def run_parts(
         else:
             print(f"\n{part.name}, at most {seconds:.0f} s: bench {' '.join(part.arguments)}")
             sys.stdout.flush()
-            report = _run_part(part, folder / f"{part.name}{suffix}.json", seconds)
+            # Absolute, as the part runs in another folder.
+            path = folder.resolve() / f"{part.name}{suffix}.json"
+            report = _run_part(part, path, seconds)
         yield report
 
 

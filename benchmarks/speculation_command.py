@@ -1,4 +1,4 @@
-"""`baton bench speculation`: what guesses of tokens save, and what checking them costs."""
+"""`baton bench speculation`: what draft tokens save, and what checking them costs."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=LOOKUP_METHODS,
         default=list(LOOKUP_METHODS),
-        help=f"methods of looking guesses up (default: {' '.join(LOOKUP_METHODS)})",
+        help=f"methods of looking draft tokens up (default: {' '.join(LOOKUP_METHODS)})",
     )
     parser.add_argument(
         "--draft-model",
@@ -54,19 +54,21 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="[METHOD=]MODEL",
         help="smaller models with the same tokenizer, or heads for the model "
-        f"({', '.join(MODEL_METHODS[1:])}), whose guesses are measured too",
+        f"({', '.join(MODEL_METHODS[1:])}), whose draft tokens are measured too",
     )
     add_numbers(parser, "--batch-size", [1, 8, 32], "the most requests at once; each is measured")
     add_number(parser, "--max-tokens", 128, "the most tokens of an answer")
     add_number(parser, "--rounds", 3, "rounds that count")
-    add_number(parser, "--num-speculative-tokens", 8, "the most guesses of a sequence in one step")
+    add_number(
+        parser, "--num-speculative-tokens", 8, "the most draft tokens of a sequence in one step"
+    )
     add_engine_args(parser, omit=(*_OWN_FIELDS, *_NO_FIELDS))
     add_output_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures guesses of tokens on engines in this process: two workloads of prompts with each
-    method and without guesses, in alternating rounds; and steps of several known tokens per row.
+    """Measures draft tokens on engines in this process: two workloads of prompts with each
+    method and without drafts, in alternating rounds; and steps of several known tokens per row.
     All answers must be equal. If some are not, their row has no figures, and the exit status is 1.
     """
     check_output_args(args)
@@ -148,8 +150,8 @@ def _comparisons_table(comparisons: "Sequence[DraftComparison]") -> Table:
             *("accepted", "tokens/step", "answers"),
         ),
         [_comparison_row(each) for each in comparisons],
-        "Medians of the rounds; ratio: with guesses over without, by round. Accepted: share of the "
-        "guesses that were right. Tokens/step: of one sequence.",
+        "Medians of the rounds; ratio: with drafts over without, by round. Accepted: share of the "
+        "draft tokens that were right. Tokens/step: of one sequence.",
     )
 
 
@@ -157,7 +159,7 @@ def _comparison_row(each: "DraftComparison") -> list[str | float | int | None]:
     name: list[str | float | int | None] = [each.workload, each.batch_size, each.method]
     if each.num_differing:
         return [*name, *[None] * 7, f"{each.num_differing} differ"]
-    share = f"{each.num_accepted / each.num_guesses:.0%}" if each.num_guesses else None
+    share = f"{each.num_accepted / each.num_drafts:.0%}" if each.num_drafts else None
     return [
         *name,
         each.tokens_per_s_without,
@@ -186,6 +188,6 @@ def _rows_table(rows: "Sequence[RowTimes]") -> Table:
             )
             for row in rows
         ],
-        "Medians. Decode: the step of rows without guesses. From 2 tokens on: times the step of 1 "
-        "token; all but a row's first token are guesses.",
+        "Medians. Decode: the step of rows without drafts. From 2 tokens on: times the step of 1 "
+        "token; all but a row's first token are draft tokens.",
     )

@@ -53,7 +53,7 @@ class DrivenRows:
     def run_known(self, num_rows: int, context: int, num_tokens: int) -> StepOutput:
         """Runs known tokens of rows that were started, after their first `context` tokens.
 
-        All but the first token of a row are guesses that the step checks.
+        All but the first token of a row are draft tokens that the step checks.
         """
         self._rows = ()
         chunks = [

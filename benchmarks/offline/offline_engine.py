@@ -29,7 +29,7 @@ class OfflineRecord(MeasuredRequest):
 
     Attributes:
         token_ids: the tokens.
-        num_draws: steps that gave it tokens; a step gives several with guesses or forced tokens.
+        num_draws: steps that gave it tokens; a step gives several with drafts or forced tokens.
         failure: the error that ended it; None if it ended well.
     """
 

@@ -1,4 +1,4 @@
-"""Decodes with guesses and without them on engines in this process, and times rows of several
+"""Decodes with drafts and without them on engines in this process, and times rows of several
 known tokens.
 """
 
@@ -44,7 +44,7 @@ class DraftEngine:
     """An engine and its runner.
 
     Attributes:
-        method: of its guesses; None: it guesses nothing.
+        method: of its draft tokens; None: it drafts nothing.
         offline: the engine.
         runner: runs its steps.
     """
@@ -56,21 +56,21 @@ class DraftEngine:
 
 @dataclass(frozen=True, slots=True)
 class DraftComparison:
-    """Rounds of one workload with a method's guesses, and without any.
+    """Rounds of one workload with a method's draft tokens, and without any.
 
     Attributes:
         workload: name of the workload.
         batch_size: the most requests at once.
-        method: of the guesses.
+        method: of the draft tokens.
         num_requests: requests in a round.
         tokens_per_s_without: median over the rounds; prompts are part of the time.
-        tokens_per_s_with: the same with guesses.
-        ratios: speed with guesses over the speed without, by round.
+        tokens_per_s_with: the same with drafts.
+        ratios: speed with drafts over the speed without, by round.
         ratio: their median.
-        num_guesses: guesses that steps have checked, in all rounds.
+        num_drafts: draft tokens that steps have checked, in all rounds.
         num_accepted: those of them that were right.
         tokens_per_step: mean number of tokens that a sequence got from a step that gave it any.
-        num_differing: requests whose tokens were not those of the engine without guesses.
+        num_differing: requests whose tokens were not those of the engine without drafts.
     """
 
     workload: str
@@ -81,7 +81,7 @@ class DraftComparison:
     tokens_per_s_with: float
     ratios: tuple[float, ...]
     ratio: float
-    num_guesses: int
+    num_drafts: int
     num_accepted: int
     tokens_per_step: float
     num_differing: int
@@ -94,8 +94,8 @@ class RowTimes:
     Attributes:
         batch_size: number of rows.
         context: tokens of each row before these.
-        decode_ms: the step of an engine that guesses nothing, which decodes one token per row.
-        known_ms: by the number of known tokens, of which all but the first are guesses.
+        decode_ms: the step of an engine that drafts nothing, which decodes one token per row.
+        known_ms: by the number of known tokens, of which all but the first are draft tokens.
     """
 
     batch_size: int
@@ -108,7 +108,7 @@ class RowTimes:
 def open_engines(
     config: EngineConfig, methods: Sequence[SpeculativeConfig]
 ) -> Iterator[list[DraftEngine]]:
-    """Opens an engine without guesses, then one for each method; they divide the GPU's memory.
+    """Opens an engine without drafts, then one for each method; they divide the GPU's memory.
 
     Requests may not find earlier ones' KV, or repeated rounds would skip prompts.
     """
@@ -138,7 +138,7 @@ def compare_methods(
     rounds: Sequence[Sequence[Prompt]],
     max_tokens: int,
 ) -> list[DraftComparison]:
-    """Runs every round on every engine, and compares each method with the engine without guesses.
+    """Runs every round on every engine, and compares each method with the engine without drafts.
 
     The engines take turns in going first. The first round does not count, but its tokens do.
 
@@ -167,7 +167,8 @@ def time_rows(engine: DraftEngine, batch_size: int) -> RowTimes:
     """Times steps of rows that decode, and of rows of several known tokens, in turn.
 
     Args:
-        engine: guesses, and has no requests. Rows have at most as many guesses as its sequences.
+        engine: drafts tokens, and has no requests. Rows have at most as many draft tokens as its
+            sequences.
         batch_size: number of rows.
 
     Raises:
@@ -205,8 +206,8 @@ class Round:
     Attributes:
         tokens: those of each request.
         num_draws: steps that gave a sequence tokens, summed over the sequences.
-        num_accepted: guesses that were right.
-        num_rejected: guesses that were wrong.
+        num_accepted: draft tokens that were right.
+        num_rejected: draft tokens that were wrong.
         duration_s: seconds of the round.
     """
 
@@ -233,7 +234,7 @@ def _run_round(
     """Runs a round, at most `batch_size` requests at once."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
     eos_token_ids = engine.core.info.eos_token_ids
-    before = _num_guesses(engine.core)
+    before = _num_drafts(engine.core)
     run = engine.run_specs(
         [
             RequestSpec.with_defaults("", prompt, params, eos_token_ids=eos_token_ids)
@@ -241,7 +242,7 @@ def _run_round(
         ],
         max_concurrency=batch_size,
     )
-    accepted, rejected = (b - a for a, b in zip(before, _num_guesses(engine.core), strict=True))
+    accepted, rejected = (b - a for a, b in zip(before, _num_drafts(engine.core), strict=True))
     return Round(
         tokens=[record.token_ids for record in run.records],
         num_draws=run.num_draws,
@@ -251,8 +252,8 @@ def _run_round(
     )
 
 
-def _num_guesses(core: EngineCore) -> tuple[float, float]:
-    """Returns how many guesses an engine has accepted and rejected."""
+def _num_drafts(core: EngineCore) -> tuple[float, float]:
+    """Returns how many draft tokens an engine has accepted and rejected."""
     values = core.metrics.snapshot().values
     accepted, rejected = (
         values.get(("baton_engine_draft_tokens", result), 0.0)
@@ -266,34 +267,34 @@ def compare_rounds(
     batch_size: int,
     method: str,
     without: Sequence[Round],
-    guessing: Sequence[Round],
+    drafting: Sequence[Round],
 ) -> DraftComparison:
-    """Compares rounds with a method's guesses with the same rounds without guesses; the speed of
-    the first one does not count.
+    """Compares rounds with a method's draft tokens with the same rounds without drafts; the speed
+    of the first one does not count.
     """
     num_differing = sum(
         tokens != other
-        for plain, own in zip(without, guessing, strict=True)
+        for plain, own in zip(without, drafting, strict=True)
         for tokens, other in zip(plain.tokens, own.tokens, strict=True)
     )
-    without, guessing = without[1:], guessing[1:]
+    without, drafting = without[1:], drafting[1:]
     ratios = tuple(
-        own.tokens_per_s / plain.tokens_per_s for plain, own in zip(without, guessing, strict=True)
+        own.tokens_per_s / plain.tokens_per_s for plain, own in zip(without, drafting, strict=True)
     )
-    num_accepted = sum(run.num_accepted for run in guessing)
+    num_accepted = sum(run.num_accepted for run in drafting)
     return DraftComparison(
         workload=workload,
         batch_size=batch_size,
         method=method,
-        num_requests=len(guessing[0].tokens),
+        num_requests=len(drafting[0].tokens),
         tokens_per_s_without=statistics.median(run.tokens_per_s for run in without),
-        tokens_per_s_with=statistics.median(run.tokens_per_s for run in guessing),
+        tokens_per_s_with=statistics.median(run.tokens_per_s for run in drafting),
         ratios=ratios,
         ratio=statistics.median(ratios),
-        num_guesses=num_accepted + sum(run.num_rejected for run in guessing),
+        num_drafts=num_accepted + sum(run.num_rejected for run in drafting),
         num_accepted=num_accepted,
-        tokens_per_step=sum(run.num_tokens for run in guessing)
-        / sum(run.num_draws for run in guessing),
+        tokens_per_step=sum(run.num_tokens for run in drafting)
+        / sum(run.num_draws for run in drafting),
         num_differing=num_differing,
     )
 

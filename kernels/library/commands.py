@@ -1,4 +1,6 @@
-"""The commands of the native library, as rows of eight-byte fields; mirrors src/commands.h."""
+"""The commands of the native library, as rows of eight-byte fields; mirrors
+`kernels/native/src/commands.h`.
+"""
 
 import ctypes
 import struct

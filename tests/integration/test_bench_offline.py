@@ -154,14 +154,14 @@ def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, caps
     assert "speed-up" in capsys.readouterr().out
 
 
-def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, capsys):
+def test_speculation_reports_speeds_with_drafts_and_the_cost_of_rows(tmp_path, capsys):
     path = tmp_path / "report.json"
     heads = random_heads("medusa", tiny_checkpoint("llama"), tmp_path / "heads")
     model = ("--model", str(tiny_checkpoint("llama")), "--num-threads", "1")
     sizes = ("--batch-size", "3", "--max-tokens", "6", "--rounds", "1")
     draft_models = ("--draft-model", str(tiny_checkpoint("opt")), f"medusa={heads}")
-    guesses = ("--num-speculative-tokens", "3", "--method", "suffix", *draft_models)
-    assert main(["bench", "speculation", *model, *sizes, *guesses, "--json", str(path)]) == 0
+    drafts = ("--num-speculative-tokens", "3", "--method", "suffix", *draft_models)
+    assert main(["bench", "speculation", *model, *sizes, *drafts, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     cases = [(each["workload"], each["method"]) for each in report["workloads"]]
     assert cases == list(product(("repetitive", "ordinary"), ("suffix", "draft_model", "medusa")))
@@ -169,7 +169,7 @@ def test_speculation_reports_speeds_with_guesses_and_the_cost_of_rows(tmp_path, 
         assert (each["batch_size"], each["num_requests"], each["num_differing"]) == (3, 8, 0)
         speeds = each["tokens_per_s_with"], each["tokens_per_s_without"]
         assert each["ratio"] == pytest.approx(speeds[0] / speeds[1]) == each["ratios"][0]
-        assert 0 <= each["num_accepted"] <= each["num_guesses"]
+        assert 0 <= each["num_accepted"] <= each["num_drafts"]
         assert 1 <= each["tokens_per_step"] <= 4
     assert [row["batch_size"] for row in report["rows"]] == [1, 8]
     for row in report["rows"]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_command import FULL
 from benchmarks.gpu_machine import RESULTS_VARIABLE
 from tests.support.gpu_image import ABSENT, environment_without_git, make_gpu_image
 
@@ -72,6 +73,12 @@ def test_the_suite_writes_its_results_to_the_named_folder(image, tmp_path):
     assert report["counts"]["passed"] > 0
     assert not report["problems"]
     assert not report["failures"]
+
+
+@pytest.mark.parametrize("name", sorted({part.arguments[0] for part in FULL if not part.needs}))
+def test_benches_without_servers_can_be_started(image, name):
+    result = run(image, "-m", "benchmarks", name, "--help")
+    assert result.returncode == 0, result.stderr[-1000:]
 
 
 def test_a_bench_skips_the_part_that_needs_more_packages(image, tmp_path):

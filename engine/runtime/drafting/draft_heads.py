@@ -51,8 +51,7 @@ class _HeadDrafter(Drafter):
 
     def _scores_of(self, logits: torch.Tensor) -> Scores:
         """Returns scores of all tokens of the served model from logits of those that the head can
-        draft token, so that each token is drawn with its own noise. The next call may overwrite
-        them.
+        draft, so that each token is drawn with its own noise. The next call may overwrite them.
         """
         if self._draft_vocabulary is not None:
             logits = self._widen(logits, self._draft_vocabulary)

@@ -227,7 +227,7 @@ def load_eagle3(
 
     Returns:
         The head, the states of the served model that it reads, and the ids of the tokens that it
-        draft tokens, `[n]` int64; None for all tokens.
+        drafts, `[n]` int64; None for all tokens.
     """
     checkpoint = _HeadCheckpoint.read(name)
     for key in [key for key in checkpoint.tensors if key.startswith(_FIRST_LAYER)]:

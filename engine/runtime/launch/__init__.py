@@ -1,1 +1,1 @@
-"""Plans of a worker's memory and threads."""
+"""The start of a runner: plans of memory and threads, trial steps, pools."""

@@ -88,6 +88,14 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(scripted, tmp_path,
     assert summarize_reports([works]) == "nothing failed"
 
 
+def test_a_part_writes_to_a_folder_relative_to_the_caller(scripted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # parts run in the folder of the sources
+    Path("figures").mkdir()
+    (report,) = run_parts([PlannedPart("one", (WRITES,), 1)], Path("figures"), "_avx2", 600.0)
+    assert (report.problem, report.file) == (None, "one_avx2.json")
+    assert (tmp_path / "figures" / "one_avx2.json").exists()
+
+
 def test_every_part_of_the_record_is_a_benchmark_with_flags_that_it_knows():
     for part in PARTS:
         assert parse_bench((*part.arguments, "--json", "x.json")).benchmark in _COMMANDS

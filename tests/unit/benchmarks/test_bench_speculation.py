@@ -26,17 +26,17 @@ def runs_of(seconds, num_draws, token=5):
 
 def test_a_comparison_has_medians_of_the_rounds_that_count():
     plain = runs_of((1.0, 2.0, 3.0), num_draws=6)
-    guessing = runs_of((0.5, 2.0, 1.0), num_draws=4)
-    result = compare_rounds("ordinary", 2, "ngram", plain, guessing)
+    drafting = runs_of((0.5, 2.0, 1.0), num_draws=4)
+    result = compare_rounds("ordinary", 2, "ngram", plain, drafting)
     assert (result.tokens_per_s_without, result.tokens_per_s_with) == (3.0, 6.0)
     assert (result.ratios, result.ratio) == ((2.0, 1.0, 3.0), 2.0)
-    assert (result.num_guesses, result.num_accepted) == (12, 9)
+    assert (result.num_drafts, result.num_accepted) == (12, 9)
     assert result.tokens_per_step == 1.5
     assert _comparison_row(result)[-3:] == ["75%", 1.5, "equal"]
 
 
 def test_other_tokens_are_counted_and_leave_no_figures():
-    plain, guessing = runs_of((1.0,), 6), runs_of((1.0,), 6, token=9)
-    result = compare_rounds("ordinary", 2, "ngram", plain, guessing)
+    plain, drafting = runs_of((1.0,), 6), runs_of((1.0,), 6, token=9)
+    result = compare_rounds("ordinary", 2, "ngram", plain, drafting)
     assert result.num_differing == 2  # that of the first round counts, too
     assert _comparison_row(result) == ["ordinary", 2, "ngram", *[None] * 7, "2 differ"]
