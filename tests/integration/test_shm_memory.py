@@ -1,5 +1,6 @@
 """The shm store's memory use, whether memory is full or not, and its evictions."""
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,24 @@ def test_a_failed_put_leaves_its_room_to_other_puts(monkeypatch):
         with refusing(monkeypatch, 1), pytest.raises(StoreUnavailableError, match="No space"):
             put(store, keys[0], 1, 9000)
         put(other, keys[1], 1, 9000)
+        contents.check()
+
+
+@pytest.mark.parametrize("freed_by", ["a call", "close"])
+def test_room_of_a_put_that_lost_the_lock_becomes_free_later(monkeypatch, freed_by):
+    (key,) = random_keys(1)
+    with opened(timeout_s=0.1) as (_, contents, url), closing(open_store(url)) as store:
+        with (contents.folder / "lock").open("rb") as lock:
+            interposed(monkeypatch, "write", lambda: fcntl.flock(lock, fcntl.LOCK_EX))
+            with pytest.raises(StoreUnavailableError, match="lock was not free"):
+                put(store, key, 1, 5000)
+        assert contents.extents(State.WRITTEN_TO)
+        if freed_by == "a call":
+            assert store.contains_prefix([key]) == 0
+        else:
+            store.close()
+        assert not contents.extents(State.WRITTEN_TO)
+        assert contents.header.object_bytes == 0
         contents.check()
 
 
