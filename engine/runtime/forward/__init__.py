@@ -1,1 +1,1 @@
-"""The inputs of a forward pass and its recorded forms."""
+"""A forward pass: its inputs, its recordings, and the memory that it leaves to the KV cache."""

@@ -62,7 +62,7 @@ class WorkMessage:
 
 
 class RankRunner(Protocol):
-    """What the transfers of a rank need of its runner."""
+    """The part of a rank's runner that its transfers use."""
 
     @property
     def kv_pool(self) -> Any:
