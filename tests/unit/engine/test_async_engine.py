@@ -23,6 +23,7 @@ from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Kv
 from engine.loop.async_engine import AsyncEngine
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
+from engine.schedule.scheduler import Scheduler
 from kvstore.handoff import KvHandoff
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 from tests.support.requests import engine_request
@@ -446,6 +447,23 @@ async def test_a_stopped_engine_refuses_to_reset_its_prefix_cache(
     await engine.close()
     with pytest.raises(UnavailableError):
         await engine.reset_prefix_cache()
+
+
+async def test_a_call_that_fails_ends_the_engine_and_what_waits_for_it(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising() -> int:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(engine._core.scheduler.kv, "reset_prefix_cache", raising)
+    monkeypatch.setattr(Scheduler, "has_open_saves", True)
+    async with asyncio.timeout(10):
+        drain = asyncio.create_task(engine.drain(60))
+        await asyncio.sleep(0)  # the drain asks to be told of the last save, which never ends
+        with pytest.raises(UnavailableError):
+            await engine.reset_prefix_cache()
+        assert isinstance(await engine.wait_failed(), KeyError)
+        assert await drain == 0
 
 
 async def until_stalled(engine: AsyncEngine, is_stalled: bool) -> None:
