@@ -243,7 +243,7 @@ class SamplingParams(google.protobuf.message.Message):
     """
     prediction: builtins.str
     """A text that the output will probably repeat. Workers with
-    --speculative-config take guesses from it, which changes no token; others
+    --speculative-config take draft tokens from it, which changes no token; others
     ignore it. At most as many tokens as the model's context has, which several
     prompts of a message share. Unset: none.
     """
