@@ -1,5 +1,7 @@
 """Checks and conversions of the fields of `SamplingParams`. Pure."""
 
+import ctypes
+import math
 from collections.abc import Collection, Sequence
 from operator import index
 from typing import Any
@@ -9,6 +11,7 @@ from baton.common.errors import InvalidArgumentError
 __all__ = [
     "MAX_STOP_BYTES",
     "MAX_UINT32",
+    "as_float32",
     "check_count",
     "check_ids",
     "check_texts",
@@ -20,6 +23,14 @@ __all__ = [
 MAX_STOP_BYTES = 256
 MAX_UINT32 = 2**32 - 1
 _MAX_LOGIT_BIASES = 1024
+
+
+def as_float32(value: float) -> float:
+    """Returns the 32-bit number that a message holds for a value; infinity for one beyond them."""
+    try:
+        return ctypes.c_float(value).value
+    except OverflowError:  # an integer beyond 64-bit numbers
+        return math.inf
 
 
 def param_entries(field: str, value: Any, most: int) -> tuple[Any, ...]:

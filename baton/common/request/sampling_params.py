@@ -17,6 +17,7 @@ from baton.common.request.json_text import compact_json
 from baton.common.request.param_checks import (
     MAX_STOP_BYTES,
     MAX_UINT32,
+    as_float32,
     check_ids,
     check_texts,
     param_biases,
@@ -233,10 +234,13 @@ class SamplingParams:
         return self.beam_width is not None or self.n < self.num_candidates
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgumentError.for_field("temperature", self.temperature, "finite and >= 0")
-        if not 0 < self.top_p <= 1:
-            raise InvalidArgumentError.for_field("top_p", self.top_p, "in (0, 1]")
+        # Workers get these two as 32-bit numbers, which must be in range, too.
+        for temperature in (self.temperature, as_float32(self.temperature)):
+            if not (math.isfinite(temperature) and temperature >= 0):
+                raise InvalidArgumentError.for_field("temperature", temperature, "finite and >= 0")
+        for top_p in (self.top_p, as_float32(self.top_p)):
+            if not 0 < top_p <= 1:
+                raise InvalidArgumentError.for_field("top_p", top_p, "in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise InvalidArgumentError.for_field("min_p", self.min_p, "in [0, 1]")
         if not 0 <= self.top_k <= MAX_UINT32:
