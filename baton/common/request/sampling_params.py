@@ -17,7 +17,7 @@ from baton.common.request.json_text import compact_json
 from baton.common.request.param_checks import (
     MAX_STOP_BYTES,
     MAX_UINT32,
-    as_float32,
+    check_float32,
     check_ids,
     check_texts,
     param_biases,
@@ -234,13 +234,8 @@ class SamplingParams:
         return self.beam_width is not None or self.n < self.num_candidates
 
     def _check_numbers(self) -> None:
-        # Workers get these two as 32-bit numbers, which must be in range, too.
-        for temperature in (self.temperature, as_float32(self.temperature)):
-            if not (math.isfinite(temperature) and temperature >= 0):
-                raise InvalidArgumentError.for_field("temperature", temperature, "finite and >= 0")
-        for top_p in (self.top_p, as_float32(self.top_p)):
-            if not 0 < top_p <= 1:
-                raise InvalidArgumentError.for_field("top_p", top_p, "in (0, 1]")
+        check_float32("temperature", self.temperature, _is_temperature, "finite and >= 0")
+        check_float32("top_p", self.top_p, lambda top_p: 0 < top_p <= 1, "in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise InvalidArgumentError.for_field("min_p", self.min_p, "in [0, 1]")
         if not 0 <= self.top_k <= MAX_UINT32:
@@ -362,6 +357,10 @@ _NOT_FOR_BEAMS = (
     "thinking_token_budget",
     "extra_args",
 )
+
+
+def _is_temperature(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
 
 
 def stated_params(params: Mapping[str, Any]) -> dict[str, Any]:
