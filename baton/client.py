@@ -206,7 +206,7 @@ class Client(_BaseClient):
     ) -> list[int]:
         """The token ids that `generate` would use for `text`."""
         request = self._tokenize_request(text, add_special_tokens)
-        return list((self._call("Tokenize", request, timeout_s)).token_ids)
+        return list(self._call("Tokenize", request, timeout_s).token_ids)
 
     def detokenize(
         self,
@@ -217,7 +217,7 @@ class Client(_BaseClient):
     ) -> str:
         """The text of `token_ids`."""
         request = self._detokenize_request(token_ids, skip_special_tokens)
-        text: str = (self._call("Detokenize", request, timeout_s)).text
+        text: str = self._call("Detokenize", request, timeout_s).text
         return text
 
     def get_model(self, *, timeout_s: float | None = None) -> ModelDescription:

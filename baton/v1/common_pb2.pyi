@@ -29,25 +29,25 @@ class _ReasoningStart:
 class _ReasoningStartEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReasoningStart.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     REASONING_START_UNSPECIFIED: _ReasoningStart.ValueType  # 0
-    """As the last mark in the prompt says; before the part if there is none."""
+    """As the last tag in the prompt says; before the part if there is none."""
     REASONING_START_INSIDE: _ReasoningStart.ValueType  # 1
     """Inside of the part, which the prompt has opened."""
     REASONING_START_AFTER: _ReasoningStart.ValueType  # 2
     """After the part."""
     REASONING_START_BEFORE: _ReasoningStart.ValueType  # 3
-    """Before the part, which exists only if the text begins with its start mark."""
+    """Before the part, which exists only if the text begins with its start tag."""
 
 class ReasoningStart(_ReasoningStart, metaclass=_ReasoningStartEnumTypeWrapper):
     """Where a generated text begins, relative to the part in which a model reasons."""
 
 REASONING_START_UNSPECIFIED: ReasoningStart.ValueType  # 0
-"""As the last mark in the prompt says; before the part if there is none."""
+"""As the last tag in the prompt says; before the part if there is none."""
 REASONING_START_INSIDE: ReasoningStart.ValueType  # 1
 """Inside of the part, which the prompt has opened."""
 REASONING_START_AFTER: ReasoningStart.ValueType  # 2
 """After the part."""
 REASONING_START_BEFORE: ReasoningStart.ValueType  # 3
-"""Before the part, which exists only if the text begins with its start mark."""
+"""Before the part, which exists only if the text begins with its start tag."""
 Global___ReasoningStart: typing_extensions.TypeAlias = ReasoningStart
 
 class _EarlyStopping:
@@ -232,8 +232,8 @@ class SamplingParams(google.protobuf.message.Message):
     """
     thinking_token_budget: builtins.int
     """The most tokens of the reasoning part; then only the tokens of its end
-    mark can be drawn. Unset: no limit. Refused with FAILED_PRECONDITION if
-    the router knows no marks (--reasoning-start-str, --reasoning-end-str).
+    tag can be drawn. Unset: no limit. Refused with FAILED_PRECONDITION if
+    the router knows no tags (--reasoning-start-str, --reasoning-end-str).
     Excludes beam_search.
     """
     extra_args_json: builtins.str
@@ -733,9 +733,9 @@ class Usage(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """Tokens generated, over all candidates returned."""
     accepted_prediction_tokens: builtins.int
-    """Guesses of workers with --speculative-config that became generated tokens."""
+    """Draft tokens of workers with --speculative-config that were right."""
     rejected_prediction_tokens: builtins.int
-    """Guesses of these workers that were wrong."""
+    """Draft tokens of these workers that were wrong."""
     def __init__(
         self,
         *,

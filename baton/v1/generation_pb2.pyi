@@ -64,7 +64,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """Whether the tokenizer adds the model's special tokens to texts. Unset: true."""
     reasoning_start: baton.v1.common_pb2.ReasoningStart.ValueType
     """Where the completion begins, if the prompt alone does not say it: a prompt
-    may contain the marks of a reasoning part as plain text. For chats the
+    may contain the tags of a reasoning part as plain text. For chats the
     router finds it out itself.
     """
     @property

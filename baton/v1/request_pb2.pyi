@@ -83,7 +83,7 @@ class RequestSpec(google.protobuf.message.Message):
 
     @property
     def reasoning(self) -> Global___ReasoningMarks:
-        """The marks of the reasoning part, if the router knows them and
+        """The tags of the reasoning part, if the router knows them and
         `sampling.structured_outputs` or `sampling.thinking_token_budget` is set.
         Unset: the text has no such part.
         """
@@ -132,11 +132,11 @@ class ReasoningMarks(google.protobuf.message.Message):
     """Where the generated text begins."""
     @property
     def start_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The tokens of the mark at its start, such as "<think>"."""
+        """The tokens of the tag at its start, such as "<think>"."""
 
     @property
     def end_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The tokens of the mark at its end, such as "</think>"; one or more."""
+        """The tokens of the tag at its end, such as "</think>"; one or more."""
 
     def __init__(
         self,
@@ -248,11 +248,11 @@ class CandidateOutput(google.protobuf.message.Message):
     log-probability of its tokens.
     """
     accepted_drafts: builtins.int
-    """Guesses of the tokens since the last output that were right: those of
+    """Draft tokens since the last output that were right: those of
     token_ids that one step drew with others, but for the last one of each step.
     """
     rejected_drafts: builtins.int
-    """Guesses since the last output that were wrong."""
+    """Draft tokens since the last output that were wrong."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens since the last output of this candidate. Ranked candidates send all

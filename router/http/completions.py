@@ -263,7 +263,7 @@ class _Choice:
             )
 
     def add_tokens(self, part: dict[str, Any], output: CandidateOutput) -> None:
-        """Adds the text and the tokens of a output."""
+        """Adds the text and the tokens of an output."""
         part["text"] += output.text
         if self._body.return_token_ids:
             part["token_ids"] = list(output.token_ids)

@@ -92,7 +92,7 @@ class Completion:
         output.prompt_usage = TokenCounts(usage.prompt_tokens, usage.cached_tokens)
         if self._returns_prompt:
             output.prompt_token_ids = self._prompt_token_ids
-            output.prompt_logprobs = self._prompt_logprobs
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
 
     def _add_stages(self, stages: Timings, cached_tokens: int) -> None:
         """Takes all times and the cached tokens of the first output that has times. From later

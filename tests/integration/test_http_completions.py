@@ -322,6 +322,19 @@ async def test_a_wrong_field_is_named():
             assert await param_of(prompt=prompt) == "prompt", prompt
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"temperature": 1e39}, "temperature is inf"), ({"top_p": 1e-46}, "top_p is 0.0")],
+)
+async def test_a_number_that_no_message_can_hold_reaches_no_worker(fields, message):
+    decode = FakeDecode([50])
+    async with running_http(decode) as api:
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            await api.openai.completions.create(model=MODEL, prompt="x", **fields)
+    assert caught.value.param in fields
+    assert not decode.starts
+
+
 async def test_an_unknown_model_is_404():
     async with running_http(FakeDecode([50])) as api:
         with pytest.raises(openai.NotFoundError) as caught:

@@ -101,7 +101,7 @@ class CandidateOutput:
     Attributes:
         index: the candidate's number, from 0; the rank of a ranked candidate.
         token_ids: tokens since the candidate's last output.
-        finish_reason: "stop", "length", "abort" or "error", and "tool_calls" in chats; set on the
+        finish_reason: "stop", "length" or "abort", and "tool_calls" in chats; set on the
             candidate's last output.
         is_last: whether this is the last output of a worker for the request. It ends all
             candidates that have not ended.

@@ -1,6 +1,8 @@
 """Checks and conversions of the fields of `SamplingParams`. Pure."""
 
-from collections.abc import Collection, Sequence
+import ctypes
+import math
+from collections.abc import Callable, Collection, Sequence
 from operator import index
 from typing import Any
 
@@ -10,6 +12,7 @@ __all__ = [
     "MAX_STOP_BYTES",
     "MAX_UINT32",
     "check_count",
+    "check_float32",
     "check_ids",
     "check_texts",
     "param_biases",
@@ -80,3 +83,20 @@ def check_ids(field: str, token_ids: Collection[int]) -> None:
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id <= MAX_UINT32:
             raise InvalidArgumentError.for_field(field, token_id, "below the vocabulary size")
+
+
+def check_float32(field: str, value: float, is_good: Callable[[float], bool], limit: str) -> None:
+    """Raises InvalidArgumentError unless a value is good, and the 32-bit number that workers get
+    for it is, too.
+    """
+    for number in (value, _as_float32(value)):
+        if not is_good(number):
+            raise InvalidArgumentError.for_field(field, number, limit)
+
+
+def _as_float32(value: float) -> float:
+    """Returns the nearest 32-bit number; infinity for a value beyond them."""
+    try:
+        return ctypes.c_float(value).value
+    except OverflowError:  # an integer beyond 64-bit numbers
+        return math.inf

@@ -17,6 +17,7 @@ from baton.common.request.json_text import compact_json
 from baton.common.request.param_checks import (
     MAX_STOP_BYTES,
     MAX_UINT32,
+    check_float32,
     check_ids,
     check_texts,
     param_biases,
@@ -233,10 +234,8 @@ class SamplingParams:
         return self.beam_width is not None or self.n < self.num_candidates
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgumentError.for_field("temperature", self.temperature, "finite and >= 0")
-        if not 0 < self.top_p <= 1:
-            raise InvalidArgumentError.for_field("top_p", self.top_p, "in (0, 1]")
+        check_float32("temperature", self.temperature, _is_temperature, "finite and >= 0")
+        check_float32("top_p", self.top_p, lambda top_p: 0 < top_p <= 1, "in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise InvalidArgumentError.for_field("min_p", self.min_p, "in [0, 1]")
         if not 0 <= self.top_k <= MAX_UINT32:
@@ -358,6 +357,10 @@ _NOT_FOR_BEAMS = (
     "thinking_token_budget",
     "extra_args",
 )
+
+
+def _is_temperature(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
 
 
 def stated_params(params: Mapping[str, Any]) -> dict[str, Any]:

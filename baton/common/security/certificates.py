@@ -23,7 +23,7 @@ from baton.common.security.watched_files import WatchedFiles
 
 __all__ = ["Certificates"]
 
-_LOGGER = logging.getLogger("baton.common.security")
+_LOGGER = logging.getLogger("baton.security")
 _CRL = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 
 

@@ -13,7 +13,7 @@ __all__ = ["WatchedFiles"]
 
 _Content = TypeVar("_Content")
 _RETRY_S = 1.0
-_LOGGER = logging.getLogger("baton.common.security")
+_LOGGER = logging.getLogger("baton.security")
 
 # What changes with a file; None for one that cannot be found.
 _Stamp = tuple[int, int, int, int] | None

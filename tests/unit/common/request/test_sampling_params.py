@@ -178,8 +178,11 @@ GOOD = [
 BAD = [
     ({"temperature": -0.1}, r"temperature is -0.1; it must be finite and >= 0"),
     ({"temperature": math.inf}, "temperature is inf"),
+    ({"temperature": 1e39}, "temperature is inf; it must be finite and >= 0"),
     ({"top_k": -2}, r"top_k is -2; it must be in \[0, 2\*\*32\), or -1"),
     ({"top_p": 0}, r"top_p is 0; it must be in \(0, 1\]"),
+    ({"top_p": 1e-46}, r"top_p is 0.0; it must be in \(0, 1\]"),
+    ({"top_p": 10**400}, "top_p is an integer of more than 20 digits"),
     ({"min_p": -0.1}, r"min_p is -0.1; it must be in \[0, 1\]"),
     ({"min_p": 1.1}, "min_p is 1.1"),
     ({"min_p": math.nan}, "min_p is nan"),

@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
         raise PermissionError("no permission")
 
     model = write("{}")
-    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(
         ConfigurationError, match=rf"^cannot read {model}/generation_config\.json: no p"
     ):
