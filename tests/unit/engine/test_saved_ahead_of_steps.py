@@ -81,7 +81,7 @@ def test_blocks_swapped_in_are_saved_after_their_swap_in() -> None:
     (group,) = scheduler._groups.values()
 
     plan = StepPlan(scheduler._num_steps + 1, BLOCK_SIZE)
-    scheduler._admission._preempt(group, plan)
+    scheduler._admission._preemption._preempt(group, plan)
     record = scheduler._start_step(plan)
     assert record.swap_outs
     engine.runner.execute(record)

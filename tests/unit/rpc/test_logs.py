@@ -13,10 +13,25 @@ import pytest
 from baton.common.observe.traceparent import TraceContext
 from rpc.log_limit import MAX_REPEATS
 from rpc.log_stream import LogStream
-from rpc.logs import JsonFormatter, JsonStderr, json_line_of_process, log_fields, logging_request
+from rpc.logs import (
+    CURRENT_CALL,
+    JsonFormatter,
+    JsonStderr,
+    json_line_of_process,
+    log_fields,
+    logging_request,
+)
 from worker.processes.output import log_writer
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
+
+
+@pytest.fixture(autouse=True)
+def no_call():
+    """The context of tests is without a call, whichever tests ran in it before."""
+    token = CURRENT_CALL.set(None)
+    yield
+    CURRENT_CALL.reset(token)
 
 
 def formatted(message, *args, level=logging.INFO, extra=None, exc_info=None):
