@@ -297,7 +297,7 @@ def test_integer_weights_are_an_error(folder):
 
 _MEASURED_LOAD = """
 import sys, threading
-from engine.runtime import loader
+from engine.runtime.weights import loader
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:

@@ -25,7 +25,7 @@ FLAGS = {
     "async_scheduling": True,
 }
 # Chunks of odd and even numbers of tokens, of one block and of several, alone and together.
-PROMPT_LENGTHS = (5, 17, 70, 1, 16)
+PROMPT_LENGTHS = (5, 17, 150, 1, 16)
 
 
 def _requests():
