@@ -1,27 +1,4 @@
 """Results of clients and `LLM`. A public path of `baton.common.request.results`."""
 
-from baton.common.request.results import (
-    CompletionChunk,
-    CompletionOutput,
-    Logprob,
-    Logprobs,
-    ModelDescription,
-    RequestMetrics,
-    RequestOutput,
-    Timings,
-    Usage,
-    logprobs_of,
-)
-
-__all__ = [
-    "CompletionChunk",
-    "CompletionOutput",
-    "Logprob",
-    "Logprobs",
-    "ModelDescription",
-    "RequestMetrics",
-    "RequestOutput",
-    "Timings",
-    "Usage",
-    "logprobs_of",
-]
+from baton.common.request.results import *  # noqa: F403
+from baton.common.request.results import __all__  # noqa: F401

@@ -1,27 +1,4 @@
 """`SamplingParams`. A public path of `baton.common.request.sampling_params`."""
 
-from baton.common.request.sampling_params import (
-    AS_MANY_AS_FIT,
-    MAX_CANDIDATES,
-    MAX_EXTRA_ARGS_BYTES,
-    MAX_LOGPROBS,
-    MAX_STOP_BYTES,
-    MAX_STOPS,
-    RequestOutputKind,
-    SamplingParams,
-    over_defaults,
-    stated_params,
-)
-
-__all__ = [
-    "AS_MANY_AS_FIT",
-    "MAX_CANDIDATES",
-    "MAX_EXTRA_ARGS_BYTES",
-    "MAX_LOGPROBS",
-    "MAX_STOPS",
-    "MAX_STOP_BYTES",
-    "RequestOutputKind",
-    "SamplingParams",
-    "over_defaults",
-    "stated_params",
-]
+from baton.common.request.sampling_params import *  # noqa: F403
+from baton.common.request.sampling_params import __all__  # noqa: F401

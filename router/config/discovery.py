@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from baton.common.addresses import join_host_port
-from baton.errors import ConfigurationError
+from baton.common.errors import ConfigurationError
 
 __all__ = ["Discovery", "FileTarget", "HostTarget", "parse_target"]
 
