@@ -10,6 +10,7 @@ from baton.common.request.generation import GenerationRequest, TextOrTokens, new
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.results import Timings
 from baton.common.request.spec_wire import stated_from_proto
+from baton.common.request.wire import FINISH_REASONS
 from baton.v1 import common_pb2, generation_pb2
 from router.chat.chat_request import ChatRequest
 from router.chat.conversation import Conversation
@@ -27,11 +28,7 @@ __all__ = [
     "usage_to_proto",
 ]
 
-_FINISH_REASONS = {
-    "stop": common_pb2.FINISH_REASON_STOP,
-    "length": common_pb2.FINISH_REASON_LENGTH,
-    "abort": common_pb2.FINISH_REASON_ABORTED,
-}
+_FINISH_REASONS = {name: number for number, name in FINISH_REASONS.items()}
 _STAGES = tuple(Timings.__slots__)
 
 

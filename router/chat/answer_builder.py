@@ -30,11 +30,6 @@ class AnswerBuilder:
         self._whitespace = ""
         self._holds_whitespace = True
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there was a call."""
-        return self._num_calls > 0
-
     def content(self, text: str) -> None:
         """Adds content."""
         if not self._holds_whitespace:

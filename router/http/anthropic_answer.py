@@ -24,7 +24,7 @@ __all__ = ["Event", "MessageAnswer", "MessageStream"]
 
 Event = dict[str, Any]
 
-_NO_USAGE = TokenCounts(prompt_tokens=0, cached_tokens=0, completion_tokens=0, reasoning_tokens=0)
+_NO_USAGE = TokenCounts()
 
 
 def _new_id() -> str:

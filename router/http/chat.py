@@ -125,7 +125,7 @@ class ChatJob:
         )
         fields = self._head("chat.completion") | {
             "choices": choices,
-            "usage": _usage(chat.usage),
+            "usage": usage_fields(chat.usage, has_reasoning=True),
         }
         return fields | self._prompt_fields()
 
@@ -149,7 +149,8 @@ class ChatJob:
                     before = later
         end = b""
         if body.includes_usage and usage is not None:
-            end = event({**head, "choices": [], "usage": _usage(usage)})
+            counts = usage_fields(usage, has_reasoning=True)
+            end = event({**head, "choices": [], "usage": counts})
         await emit(end + DONE)
 
     async def _encode_prompt(self, *, is_needed: bool) -> None:
@@ -178,7 +179,8 @@ class ChatJob:
             return "]}\n\n"
         if not self._body.counts_continuously or self._prompt_ids is None:
             return '],"usage":null}\n\n'
-        usage = text_json(usage_fields(len(self._prompt_ids), self._num_generated))
+        counts = TokenCounts(len(self._prompt_ids), completion_tokens=self._num_generated)
+        usage = text_json(usage_fields(counts, has_cached=False))
         return f'],"usage":{usage}}}\n\n'
 
     def _role(self, index: int) -> list[str]:
@@ -281,16 +283,6 @@ def _echoed(body: ChatBody, conversation: Conversation) -> str:
     if not body.echo or last.get("role") != "assistant":
         return ""
     return content_text(last.get("content"))
-
-
-def _usage(usage: TokenCounts) -> dict[str, Any]:
-    return usage_fields(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-        usage.reasoning_tokens,
-        (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens),
-    )
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.common.request.answer import CandidateOutput, stated_stop
+from baton.common.request.answer import CandidateOutput, TokenCounts, stated_stop
 from baton.common.request.generation import GenerationRequest
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
@@ -235,7 +235,8 @@ class CompletionJob:
         if not self._body.counts_continuously or self._prompt_ids is None:
             return {"usage": None}
         num_prompt_tokens = sum(map(len, self._prompt_ids))
-        return {"usage": usage_fields(num_prompt_tokens, self._num_generated)}
+        counts = TokenCounts(num_prompt_tokens, completion_tokens=self._num_generated)
+        return {"usage": usage_fields(counts, has_cached=False)}
 
 
 class _Choice:

@@ -8,34 +8,28 @@ __all__ = ["UsageCount", "usage_fields"]
 
 
 def usage_fields(
-    prompt_tokens: int,
-    completion_tokens: int,
-    cached_tokens: int | None = None,
-    reasoning_tokens: int | None = None,
-    predicted: tuple[int, int] = (0, 0),
+    counts: TokenCounts, *, has_cached: bool = True, has_reasoning: bool = False
 ) -> dict[str, Any]:
-    """OpenAI's `usage`.
+    """OpenAI's `usage`. Draft tokens are left out if there were none.
 
     Args:
-        prompt_tokens: tokens of the prompt.
-        completion_tokens: generated tokens.
-        cached_tokens: those of the prompt whose KV was found; None to leave them out.
-        reasoning_tokens: generated tokens of the reasoning; None to leave them out.
-        predicted: the draft tokens of workers that were right, and those that were wrong; left out
-            if there were none.
+        counts: the counts.
+        has_cached: whether it has the tokens of the prompt whose KV was found.
+        has_reasoning: whether it has the generated tokens of the reasoning.
     """
     usage: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
     }
-    if cached_tokens is not None:
-        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if has_cached:
+        usage["prompt_tokens_details"] = {"cached_tokens": counts.cached_tokens}
     details: dict[str, int] = {}
-    if reasoning_tokens is not None:
-        details["reasoning_tokens"] = reasoning_tokens
-    if any(predicted):
-        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = predicted
+    if has_reasoning:
+        details["reasoning_tokens"] = counts.reasoning_tokens
+    if counts.accepted_prediction_tokens or counts.rejected_prediction_tokens:
+        details["accepted_prediction_tokens"] = counts.accepted_prediction_tokens
+        details["rejected_prediction_tokens"] = counts.rejected_prediction_tokens
     if details:
         usage["completion_tokens_details"] = details
     return usage
@@ -50,25 +44,17 @@ class UsageCount:
 
     def __init__(self, counts_completion: bool = True) -> None:
         self._counts_completion = counts_completion
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._completion_tokens = 0
-        self._num_accepted = self._num_rejected = 0  # of draft tokens
+        self._sum = TokenCounts()
 
     def add(self, usage: TokenCounts) -> None:
         """Adds the counts of one prompt."""
-        self._prompt_tokens += usage.prompt_tokens
-        self._cached_tokens += usage.cached_tokens
+        self._sum.prompt_tokens += usage.prompt_tokens
+        self._sum.cached_tokens += usage.cached_tokens
         if self._counts_completion:
-            self._completion_tokens += usage.completion_tokens
-            self._num_accepted += usage.accepted_prediction_tokens
-            self._num_rejected += usage.rejected_prediction_tokens
+            self._sum.completion_tokens += usage.completion_tokens
+            self._sum.accepted_prediction_tokens += usage.accepted_prediction_tokens
+            self._sum.rejected_prediction_tokens += usage.rejected_prediction_tokens
 
     def fields(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return usage_fields(
-            self._prompt_tokens,
-            self._completion_tokens,
-            self._cached_tokens,
-            predicted=(self._num_accepted, self._num_rejected),
-        )
+        return usage_fields(self._sum)
