@@ -4,9 +4,6 @@ A part that crashes, hangs or leaves memory behind does not affect the others, a
 figures keeps those that it had written.
 """
 
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +13,7 @@ from pathlib import Path
 
 from baton.common.errors import ConfigurationError
 from benchmarks.gpu_machine import missing_of
+from benchmarks.timed_process import run_timed
 
 __all__ = [
     "PartReport",
@@ -125,7 +123,14 @@ def _run_part(part: PlannedPart, path: Path, seconds: float) -> PartReport:
     began, wrote_before = time.monotonic(), _changed_at(path)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
-        status = _run_process((*part.arguments, "--json", str(path)), output, seconds)
+        with output.open("wb") as stream:
+            status = run_timed(
+                [sys.executable, "-m", "benchmarks", *part.arguments, "--json", str(path)],
+                stream,
+                seconds,
+                folder=_ROOT,
+                variables={"HF_HUB_OFFLINE": "1"},
+            )
         text = output.read_text(errors="replace").strip()
     print(text)
     problem = None
@@ -139,26 +144,3 @@ def _run_part(part: PlannedPart, path: Path, seconds: float) -> PartReport:
 
 def _changed_at(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _run_process(arguments: Sequence[str], output: Path, seconds: float) -> int | None:
-    """Returns the exit status; None if the process was killed because its time was over."""
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", *arguments],
-            cwd=_ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            start_new_session=True,
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                # With the compilers and servers that it started, also after an interruption.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()

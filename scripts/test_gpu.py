@@ -12,10 +12,7 @@ a required module.
 """
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +28,7 @@ from typing import Any
 from baton.common.machine_limits import usable_cores
 from benchmarks.gpu_machine import describe_gpu_machine, find_problem, results_folder
 from benchmarks.report.output import write_results
+from benchmarks.timed_process import run_timed
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT_NAME = "gpu_tests.json"
@@ -197,16 +195,9 @@ def _run_process(
 
     settings = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "tests.support.result_lines"]
     command = [sys.executable, "-m", "pytest", *settings, "-m", marks, str(file)]
-    environment = os.environ | {"BATON_TEST_DEVICE": device, RESULTS_VARIABLE: str(lines)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-    )
-    try:
-        return process.wait(max(0.0, ends_at - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # also kills the compilers that it started
-        process.wait()
-        return None
+    variables = {"BATON_TEST_DEVICE": device, RESULTS_VARIABLE: str(lines)}
+    seconds = max(0.0, ends_at - time.monotonic())
+    return run_timed(command, output, seconds, folder=ROOT, variables=variables)
 
 
 def _read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
