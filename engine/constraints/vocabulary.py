@@ -14,7 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.token_texts import without_marks
+from baton.common.model_files.token_texts import byte_level_bytes, without_marks
 from baton.common.model_files.tokenizer_steps import step_types
 
 __all__ = ["Mask", "Vocabulary", "bits_of"]
@@ -145,27 +145,10 @@ def _bytes_of_token(backend: tokenizers.Tokenizer) -> Any:
     """Returns the function from a token's text in the vocabulary to its bytes."""
     kinds = step_types(backend.decoder)
     if "ByteLevel" in kinds:
-        table = _byte_level_table()
-
-        def of_byte_level(token: str) -> bytes:
-            return b"".join([table.get(char) or char.encode() for char in token])
-
-        return of_byte_level
+        return byte_level_bytes
     if kinds & {"Metaspace", "ByteFallback", "Replace"}:
         return lambda token: _BYTE_TOKENS.get(token) or token.replace(_WORD_START, " ").encode()
     raise ConfigurationError(
         f"structured outputs support byte-level and byte-fallback tokenizers; this one decodes "
         f"with {', '.join(sorted(kinds)) or 'nothing'}"
     )
-
-
-def _byte_level_table() -> dict[str, bytes]:
-    """The characters that byte-level BPE writes bytes as (GPT-2, Radford et al. 2019).
-
-    Printable characters of Latin-1 stand for themselves, the other bytes for those from
-    U+0100 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): bytes([byte]) for byte in printable}
-    return table | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(hidden)}

@@ -2,6 +2,7 @@
 
 import re
 
+from baton.common.model_files.token_texts import byte_level_bytes
 from router.requests.tokenizer import Tokenizer
 
 __all__ = ["TokenTexts"]
@@ -10,19 +11,6 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ANCHOR = "a"
 """Decoded before a token, because the first token of a text may lose its leading space."""
-
-
-def _byte_characters() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with, as GPT-2 chose them:
-    printable bytes stand for themselves, the others follow from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
 
 
 class TokenTexts:
@@ -75,6 +63,5 @@ class TokenTexts:
         byte = _BYTE_TOKEN.fullmatch(written)
         if byte:
             return bytes([int(byte[1], 16)])
-        if written and all(character in _BYTE_OF for character in written):
-            return bytes(_BYTE_OF[character] for character in written)
-        return text.encode()
+        data = byte_level_bytes(written)
+        return text.encode() if data == written.encode() else data

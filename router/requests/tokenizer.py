@@ -1,7 +1,7 @@
 """`Tokenizer`: text to token ids and back. `baton.common.model_files.files` reads its files."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import tokenizers
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.model_files.files import open_model_files
-from baton.common.model_files.token_texts import without_marks
+from baton.common.model_files.token_texts import byte_level_bytes, without_marks
+from baton.common.model_files.tokenizer_steps import step_types
 from baton.common.request.json_text import utf8_of
 
 __all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
@@ -32,6 +33,8 @@ class Tokenizer:
         byte_token_ids: ids of single bytes (`<0x0A>`) in a vocabulary with
             byte fallback, and the bytes; runs of them decode together.
         longest_token_chars: no token stands for more characters of text.
+        is_byte_level: whether each token stands for the same bytes everywhere, and the text is
+            their UTF-8 text (GPT-2, Llama 3, Qwen).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -48,6 +51,8 @@ class Tokenizer:
             for text, i in vocabulary.items()
             if text.startswith("<0x") and without_marks(text) in bytes_of
         }
+        self.is_byte_level = step_types(backend.decoder) == {"ByteLevel"}
+        self._bytes_of = {skips: _TokenBytes(self, skips) for skips in (False, True)}
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> "Tokenizer":
@@ -146,7 +151,27 @@ class Tokenizer:
             return False
         return bool(self.token(token_id))
 
+    def bytes_of(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        """The bytes that each token of a byte-level vocabulary stands for; unknown ids, and special
+        tokens that are skipped, have none.
+        """
+        return self._bytes_of[skip_special_tokens]
+
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it; None for an unknown id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token and without_marks(token)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of a byte-level vocabulary's tokens, found out when they are first read."""
+
+    def __init__(self, tokenizer: Tokenizer, skips_special: bool) -> None:
+        super().__init__()
+        self._tokenizer, self._skips_special = tokenizer, skips_special
+
+    def __missing__(self, token_id: int) -> bytes:
+        if not self._tokenizer.has_text(token_id, self._skips_special):
+            return b""
+        value = self[token_id] = byte_level_bytes(self._tokenizer.token(token_id) or "")
+        return value

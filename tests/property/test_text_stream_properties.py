@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
-from router.requests.text_stream import IncrementalDetokenizer, StopChecker, TextStream
+from router.requests.detokenizer import WindowDetokenizer, make_detokenizer
+from router.requests.text_stream import StopChecker, TextStream
 from router.requests.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,
@@ -106,7 +107,7 @@ def test_pieces_join_to_the_whole_text(kind, skip, data):
     tokenizer = load(kind)
     prompt = data.draw(token_lists(kind), "prompt")
     output = data.draw(token_lists(kind), "output")
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    detokenizer = make_detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     streamed = "".join(detokenizer.push(chunk) for chunk in data.draw(chunked(output), "chunks"))
     assert streamed + detokenizer.flush() == text_after(tokenizer, prompt, output, skip)
     assert detokenizer.flush() == ""
@@ -118,7 +119,7 @@ def test_pieces_join_to_the_whole_text(kind, skip, data):
 def test_emitted_text_is_final_and_lags_only_at_incomplete_characters(kind, data):
     tokenizer = load(kind)
     output = data.draw(token_lists(kind, max_pieces=6), "output")
-    detokenizer, streamed = IncrementalDetokenizer(tokenizer, []), ""
+    detokenizer, streamed = make_detokenizer(tokenizer, []), ""
     for num_tokens, token_id in enumerate(output, start=1):
         streamed += detokenizer.push([token_id])
         text = tokenizer.decode(output[:num_tokens])
@@ -128,11 +129,26 @@ def test_emitted_text_is_final_and_lags_only_at_incomplete_characters(kind, data
             assert streamed == text
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "opt"])
+@skips
+@thorough
+@given(data=st.data())
+def test_both_detokenizers_write_the_same_text_of_bytes(kind, skip, data):
+    """GGUF files with a text under several ids are byte-level and decoded window by window."""
+    tokenizer = load(kind)
+    prompt = data.draw(token_lists(kind), "prompt")
+    output = data.draw(token_lists(kind), "output")
+    assert tokenizer.is_byte_level
+    streamed = make_detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    window = WindowDetokenizer(tokenizer, prompt, skip, True)
+    assert streamed.push(output) + streamed.flush() == window.push(output) + window.flush()
+
+
 @kinds
 def test_a_character_in_pieces_is_emitted_whole(kind):
     tokenizer = load(kind)
     smiley = [byte_ids(kind)[byte] for byte in "😀".encode()]
-    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    detokenizer = make_detokenizer(tokenizer, [])
     assert [detokenizer.push([token_id]) for token_id in smiley[:3]] == ["", "", ""]
     assert detokenizer.push(smiley[3:]) + detokenizer.flush() == "😀"
 
@@ -141,7 +157,7 @@ def test_a_character_in_pieces_is_emitted_whole(kind):
 def test_a_character_begun_by_the_prompt_is_completed(kind):
     tokenizer = load(kind)
     smiley = [byte_ids(kind)[byte] for byte in "😀".encode()]
-    detokenizer = IncrementalDetokenizer(tokenizer, smiley[:2])
+    detokenizer = make_detokenizer(tokenizer, smiley[:2])
     assert detokenizer.push(smiley[2:]) + detokenizer.flush() == "😀"
 
 
@@ -149,7 +165,7 @@ def test_a_character_begun_by_the_prompt_is_completed(kind):
 def test_a_run_of_byte_tokens_begun_by_the_prompt_is_continued(kind):
     tokenizer = load(kind)
     run = [byte_ids(kind)[byte] for byte in "日本語の文字".encode()]
-    detokenizer = IncrementalDetokenizer(tokenizer, run[:9])
+    detokenizer = make_detokenizer(tokenizer, run[:9])
     assert detokenizer.push(run[9:]) + detokenizer.flush() == "の文字"
 
 
@@ -167,7 +183,7 @@ def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
     monkeypatch.setattr(Tokenizer, "decode", counting_decode)
     words = tokenizer.encode("hello the dog ", add_special_tokens=False)
     for output in ([byte_ids(kind)[0xFF]] * 2000, (words * 2000)[:2000]):
-        detokenizer, num_decoded = IncrementalDetokenizer(tokenizer, words * 500), 0
+        detokenizer, num_decoded = make_detokenizer(tokenizer, words * 500), 0
         detokenizer.push(output)
         detokenizer.flush()
         assert num_decoded < 12 * len(output)
@@ -280,7 +296,7 @@ def test_a_stream_is_the_text_cut_at_its_stop(kind, skip, data):
     else:
         piece = stream.finish()
         streamed, matched = streamed + piece.text, piece.matched_stop
-    unsearched = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    unsearched = make_detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     start = len(unsearched.push(output[: params["min_tokens"]]))
     if len(output) <= params["min_tokens"]:
         start = len(text)
@@ -314,7 +330,7 @@ def test_a_long_prompt_of_bytes_is_not_decoded_again_as_a_whole(character: str) 
     tokenizer, ids = load("byte_fallback"), byte_ids("byte_fallback")
     prompt = [ids[byte] for byte in (character * 3000).encode()]
     tokens = [ids[byte] for byte in f"x{character}y".encode()]
-    stream = IncrementalDetokenizer(tokenizer, prompt)
+    stream = WindowDetokenizer(tokenizer, prompt, True, True)
     assert len(stream._context) <= 256 + 4
     assert stream.push(tokens) + stream.flush() == f"x{character}y"
     assert text_after(tokenizer, prompt, tokens) == f"x{character}y"

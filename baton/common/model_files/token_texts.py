@@ -1,14 +1,16 @@
-"""Texts of tokens that are in a vocabulary twice.
+"""How vocabularies write tokens. A leaf module that router and engine share.
+
+A byte-level vocabulary (GPT-2, Radford et al. 2019) writes each byte as one letter.
 
 A GGUF file may have the same text under several ids, all of which a model may draw. The
 `tokenizers` package knows one id per text, so the text of each further one ends with marks,
-which its decoder removes. A leaf module that router and engine share.
+which its decoder removes.
 """
 
 from collections import Counter
 from collections.abc import Container, Sequence
 
-__all__ = ["DUPLICATE_MARK", "mark_duplicates", "without_marks"]
+__all__ = ["DUPLICATE_MARK", "byte_level_bytes", "mark_duplicates", "without_marks"]
 
 DUPLICATE_MARK = "\ufdd0"
 """A noncharacter of Unicode, which no text has that is exchanged between programs."""
@@ -37,3 +39,26 @@ def mark_duplicates(tokens: Sequence[str], preferred: Container[int]) -> list[st
 def without_marks(text: str) -> str:
     """Returns the text that a token stands for."""
     return text.rstrip(DUPLICATE_MARK)
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Returns the bytes that a token of a byte-level vocabulary stands for, as its decoder reads
+    them: an added token with a letter that stands for no byte is written as its own text.
+    """
+    try:
+        return bytes([_BYTE_OF_LETTER[letter] for letter in token])
+    except KeyError:
+        return token.encode()
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """Printable bytes of Latin-1 are written as themselves, the others as the letters from U+0100
+    on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    letters = [*map(chr, printable), *map(chr, range(0x100, 0x100 + len(others)))]
+    return dict(zip(letters, printable + others, strict=True))
+
+
+_BYTE_OF_LETTER = _bytes_of_letters()

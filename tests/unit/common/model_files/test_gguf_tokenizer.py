@@ -17,7 +17,7 @@ from tokenizers import (
 
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
-from baton.common.model_files.token_texts import mark_duplicates
+from baton.common.model_files.token_texts import byte_level_bytes, mark_duplicates
 from engine.constraints.vocabulary import Vocabulary
 from router.requests.tokenizer import Tokenizer
 from tests.support.gguf_files import (
@@ -331,3 +331,12 @@ def test_a_special_token_keeps_its_text_and_stays_special(tmp_path):
 def test_a_vocabulary_without_duplicates_has_no_marks():
     assert mark_duplicates(["a", "b"], ()) == ["a", "b"]
     assert mark_duplicates(["a", "b", "a", "a"], {2}) == ["a\ufdd0\ufdd0", "b", "a", "a\ufdd0"]
+
+
+@pytest.mark.parametrize("text", ["é€", "日本 é", "<think>"])
+def test_an_added_token_of_a_byte_level_vocabulary_is_its_own_text(text: str) -> None:
+    """Some letters of these tokens would stand for bytes in other tokens."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, normalized=False)])
+    assert byte_level_bytes(text).decode() == backend.decode([1]) == text

@@ -32,7 +32,7 @@ from router.http.logprobs import LegacyLogprobs
 from router.http.params import stated_fields
 from router.http.sse import SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts
-from router.requests.text_stream import IncrementalDetokenizer
+from router.requests.detokenizer import make_detokenizer
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import check_prompt_characters, check_prompt_length
 from tests.support.tokenizer_folders import (
@@ -217,7 +217,7 @@ def offsets(tokenizer, token_ids, prompt=None, **options):
     legacy = LegacyLogprobs(TokenTexts(tokenizer), as_ids=False, has_special=False)
     if prompt is None:
         found = [legacy.fields([token_id], [None])["text_offset"][0] for token_id in token_ids]
-        stream = IncrementalDetokenizer(tokenizer, tokenizer.encode("a", add_special_tokens=False))
+        stream = make_detokenizer(tokenizer, tokenizer.encode("a", add_special_tokens=False))
         return found, stream.push(token_ids) + stream.flush()
     found = legacy.prompt_fields(token_ids, [None] * (len(token_ids) - 1), prompt)["text_offset"]
     return found, prompt

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from baton.common.errors import InvalidArgumentError
 from router.fleet.served_model import RequestLimits
+from router.requests.detokenizer import make_detokenizer
 from router.requests.request import tokenize_prompt
-from router.requests.text_stream import IncrementalDetokenizer
 from router.requests.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     CORPUS,
@@ -81,7 +81,7 @@ def test_decode_equals_transformers(folder):
 
 
 def streamed(tokenizer, ids, skip, spaces):
-    detokenizer = IncrementalDetokenizer(
+    detokenizer = make_detokenizer(
         tokenizer, [], skip_special_tokens=skip, spaces_between_special_tokens=spaces
     )
     return "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
