@@ -94,6 +94,7 @@ class Model:
         tokenizer: its tokenizer.
         tokenizer_settings: what its checkpoint says of the tokenizer.
         default_params: values of sampling parameters that a request leaves unset.
+        default_max_tokens: the most tokens of a request that states no number and is no chat.
         chat: its chat template and parsers.
         fleet: its replicas.
 
@@ -118,6 +119,7 @@ class Model:
         self.tokenizer = files.tokenizer
         self.tokenizer_settings = files.tokenizer_settings
         self.default_params = files.default_params
+        self.default_max_tokens = SamplingParams(**files.default_params).max_tokens
         self.chat = ChatModel(
             config, files.chat_template, files.tokenizer, admission.rendering.turn
         )
@@ -238,11 +240,6 @@ class Model:
             add_special_tokens=chat.add_special_tokens,
             reasoning_start=self.chat.reasoning_start(chat.conversation, prompt),
         )
-
-    @property
-    def default_max_tokens(self) -> int:
-        """The most tokens of a request that states no number and is no chat."""
-        return int(self.default_params.get("max_tokens", SamplingParams().max_tokens))
 
     def check_load(
         self, timeout_s: float | None, max_tokens: int | None = None, priority: int = 0
