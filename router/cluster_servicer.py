@@ -13,7 +13,7 @@ from router.generation_wire import usage_to_proto
 from router.models import Models
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
-from router.observe.request_stages import stages_of
+from router.observe.request_timeline import stages_of
 
 __all__ = ["ClusterServicer"]
 

@@ -7,8 +7,7 @@ from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
 from baton.common.request.sampling_params import MAX_STOPS
 from baton.common.request.structured_outputs import StructuredOutputs
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation
+from router.chat.chat_request import ChatRequest, Conversation
 from router.chat.messages import conversation_of
 from router.http.answer_body import AnswerBody, sampling_of
 from router.http.anthropic_errors import ThreadUnsupportedError

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.request.answer import CandidateOutput, ChatDelta, TokenCounts, ToolCallDelta
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation, content_text
+from router.chat.chat_request import ChatRequest, Conversation, content_text
 from router.chat.output import ToolCall
 from router.chat_service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.errors import InvalidArgumentError
-from router.chat.conversation import Conversation
+from router.chat.chat_request import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
 from router.http.body_route import BodyRoute, convert_body

@@ -1,9 +1,9 @@
-"""`PrefillReplica`: one connected worker of the prefill tier."""
+"""`PrefillReplica` and `DecodeReplica`: one connected worker of either tier."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -19,12 +19,12 @@ from baton.common.errors import (
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from router.fleet.decode_connection import ReplicaLostError
+from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Capacity, Replica
 from rpc.errors import from_rpc_error
 
-__all__ = ["PrefillReplica"]
+__all__ = ["DecodeReplica", "PrefillReplica"]
 
 _LOGGER = logging.getLogger("baton.router")
 _RELEASE_TIMEOUT_S = 5.0
@@ -136,3 +136,38 @@ class PrefillReplica(Replica):
 def _has_expired(spec: RequestSpec) -> bool:
     deadline = spec.deadline
     return deadline is not None and time.monotonic() >= deadline - _CLOCK_TOLERANCE_S
+
+
+class DecodeReplica(Replica):
+    """A worker of the decode tier.
+
+    Attributes:
+        connection: starts requests on the replica and receives their outputs.
+    """
+
+    tier = worker_pb2.WORKER_ROLE_DECODE
+
+    def __init__(
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+        security: ClusterSecurity,
+    ) -> None:
+        super().__init__(address, info, channel, security)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.connection = DecodeConnection(stub, address, security)
+
+    @property
+    @override
+    def takes_requests(self) -> bool:
+        """False as soon as the connection has broken; `lost` is set a moment later."""
+        return super().takes_requests and self.connection.is_open
+
+    def release_handoff(self, handoff_id: str) -> None:
+        """Makes the replica drop the blocks of a request that has moved. Best effort."""
+        self.connection.release(handoff_id)
+
+    @override
+    def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [*super()._activities(), self.connection.run()]

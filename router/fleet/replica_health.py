@@ -1,12 +1,16 @@
-"""`ReplicaBreaker`: keeps requests from a failing replica, and lets its load grow slowly. Pure.
+"""`ReplicaBreaker` and `Silence`: whether a replica takes requests, and whether it is lost. Pure.
 
 Ejection follows Envoy's outlier detection, slow start its slow-start window with aggression 1.
+
+How much silence is too much depends on how regular the reports were, as in an accrual failure
+detector (Hayashibara et al. 2004). A worker on a crowded machine, whose reports are late, is given
+more time than one whose reports come in time.
 """
 
 import logging
 from collections.abc import Callable
 
-__all__ = ["ReplicaBreaker"]
+__all__ = ["ReplicaBreaker", "Silence"]
 
 _LOGGER = logging.getLogger("baton.router")
 _MAX_FAILURES = 3
@@ -16,6 +20,13 @@ _MAX_COOLDOWN_S = 30.0
 _SLOW_START_S = 10.0
 _NUM_STEPS = 10
 """The weight grows in steps, so that replicas which started together have equal weights."""
+_REPORT_INTERVAL_S = 0.25
+"""Workers send a report at least this often (`WatchLoad`)."""
+_MIN_SILENCE_S = 1.25
+_MAX_SILENCE_S = 10.0
+_LATENESS_FACTOR = 4
+_DECAY = 0.98
+"""Per report; lateness is forgotten by half in about nine seconds."""
 
 
 class ReplicaBreaker:
@@ -94,3 +105,39 @@ class ReplicaBreaker:
         self._cooldown_s = cooldown_s
         self._probe_at = self._clock() + cooldown_s
         self._since = self._num_begun
+
+
+class Silence:
+    """The reports of one worker.
+
+    Args:
+        now: seconds, of a monotonic clock, at which the worker was connected.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._last = now
+        self._lateness_s = 0.0
+        self._has_reported = False
+
+    @property
+    def limit_s(self) -> float:
+        """The longest silence that is allowed now. A worker's first report may take longer."""
+        if not self._has_reported:
+            return _MAX_SILENCE_S
+        return min(_MIN_SILENCE_S + _LATENESS_FACTOR * self._lateness_s, _MAX_SILENCE_S)
+
+    def report(self, now: float) -> None:
+        """Notes a report."""
+        if self._has_reported:
+            late_s = max(now - self._last - _REPORT_INTERVAL_S, 0.0)
+            self._lateness_s = max(late_s, self._lateness_s * _DECAY)
+        self._has_reported = True
+        self._last = now
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Notes that reports may not have been read for some time: this process was late itself."""
+        self._last = min(self._last + seconds, now)
+
+    def is_too_long(self, now: float) -> bool:
+        """Whether the worker has sent nothing for longer than allowed."""
+        return now - self._last > self.limit_s
