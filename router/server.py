@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from baton.common.observe.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
-from router.cluster_servicer import ClusterServicer
-from router.cluster_status import ClusterStatus
+from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.observe.metrics import FleetCounts, RouterMetrics

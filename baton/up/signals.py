@@ -7,7 +7,7 @@ from types import FrameType
 
 __all__ = ["exit_on_signals"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _STATUS_OF_SIGNALS = 128  # plus the signal's number: the status that a shell reports
 
 
@@ -32,7 +32,7 @@ def exit_on_signals() -> Generator[None, None, None]:
     # Under `nohup`, and with `&` in a script, the shell has set a signal to be ignored.
     previous = {
         number: handler
-        for number in _SIGNALS
+        for number in _EXIT_SIGNALS
         if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
     }
     for number in previous:

@@ -39,10 +39,10 @@ from router.stages.decode_stage import DecodeStage
 from router.stages.prefill_stage import PrefillStage
 from router.tenants.tenant import Tenant, tenant_of_call
 
-__all__ = ["Pipeline", "run_together"]
+__all__ = ["Pipeline"]
 
 
-async def run_together(
+async def _run_together(
     prompts: Sequence[AsyncGenerator[CandidateOutput, None]],
 ) -> AsyncGenerator[CandidateOutput, None]:
     """Yields the outputs of all prompts as they come, with the prompt's index.
@@ -307,6 +307,6 @@ async def _run_several(
 ) -> AsyncGenerator[CandidateOutput, None]:
     """Yields the outputs of the prompts of one call, each of which counts as a request."""
     with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
-        async with aclosing(run_together(prompts)) as outputs:
+        async with aclosing(_run_together(prompts)) as outputs:
             async for output in outputs:
                 yield output

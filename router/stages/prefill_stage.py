@@ -35,13 +35,13 @@ from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress
 
-__all__ = ["REPLICA_ERRORS", "PrefillCall", "PrefillStage", "Prompt"]
+__all__ = ["PrefillCall", "PrefillStage", "Prompt"]
 
 _LOGGER = logging.getLogger("baton.router")
 
 # Errors that another replica may not have. Other errors (a bad argument, a deadline, an
 # operator's abort) would be the same on every replica.
-REPLICA_ERRORS = (
+_REPLICA_ERRORS = (
     FailedPreconditionError,
     InternalError,
     RequestCancelledError,
@@ -111,7 +111,7 @@ class PrefillCall:
                     async for event in events:
                         for output in self._apply(event):
                             yield output
-            except REPLICA_ERRORS as error:
+            except _REPLICA_ERRORS as error:
                 self._prompt.num_stalled += replica.load.stalled
                 self._log_failure(error)
                 raise
@@ -212,7 +212,7 @@ class PrefillStage:
                     async for output in outputs:
                         yield output
                 return
-            except REPLICA_ERRORS as error:
+            except _REPLICA_ERRORS as error:
                 if prompt.num_stalled >= _MAX_STALLED:
                     raise InternalError("steps with this prompt did not end") from error
         if self._fleet.no_prefill_policy != "local" and not progress.has_begun:
