@@ -24,11 +24,9 @@ from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
-from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 from rpc.interceptors import CountCall
-from rpc.memory_watch import MemoryWatch
-from rpc.metrics_access import MetricsAccess
-from rpc.metrics_server import serving_metrics
+from rpc.metrics_server import MetricsAccess, serving_metrics
+from rpc.process_limits import MAX_CONNECTIONS, MemoryWatch, connection_budget
 from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, run_process, serve
 from rpc.server_access import ConnectionAge, ServerAccess

@@ -13,8 +13,7 @@ from baton.common.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
 from rpc.probe import wait_until_listening, wait_until_ready, wait_until_serving
 from rpc.stop_signals import stop_signals_in_use
-from worker.processes.restarts import RestartPolicy
-from worker.processes.supervisor import SupervisedProcess
+from worker.processes.supervisor import RestartPolicy, SupervisedProcess
 
 __all__ = ["run_cluster", "start_server", "start_workers", "stop_in_order", "stop_on_signal"]
 

@@ -17,8 +17,7 @@ from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.config.tenants import TenantsConfig
-from rpc.metrics_config import MetricsConfig
-from rpc.server_config import ServerConfig, check_port
+from rpc.server_config import MetricsConfig, ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
 __all__ = [

@@ -20,7 +20,7 @@ from router.http.endpoints import (
 )
 from router.http.json_bytes import json_response
 from router.models import Model
-from rpc.metrics_access import CHALLENGE
+from rpc.metrics_server import CHALLENGE
 
 __all__ = ["ENDPOINTS"]
 
