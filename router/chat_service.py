@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.common.errors import FailedPreconditionError, InvalidArgumentError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError, Reason
 from baton.common.request.answer import (
     NO_DELTA,
     CandidateOutput,

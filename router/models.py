@@ -10,10 +10,10 @@ from typing import Any
 from baton.common.errors import (
     DeadlineExceededError,
     NotFoundError,
+    Reason,
     ResourceExhaustedError,
 )
 from baton.common.model_files.files import open_model_files
-from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams

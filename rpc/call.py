@@ -8,9 +8,8 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from baton.common.errors import BatonError, DeadlineExceededError
+from baton.common.errors import BatonError, DeadlineExceededError, Reason
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
-from baton.common.reasons import Reason
 from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 

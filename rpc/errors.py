@@ -32,12 +32,12 @@ from baton.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
+    Reason,
     RequestCancelledError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from baton.common.short_texts import cut_bytes, short_name
 from baton.v1 import request_pb2
 

@@ -35,10 +35,10 @@ from baton.common.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
+    Reason,
     UnavailableError,
 )
 from baton.common.observe.traceparent import parse_traceparent
-from baton.common.reasons import Reason
 from rpc.call import QUIET_METHODS, Call, CallContext, Context
 from rpc.logs import CURRENT_CALL, CallInfo
 from rpc.places import CallPlaces

@@ -27,9 +27,8 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.common.addresses import join_host_port
 from baton.common.container_limits import describe_limits
-from baton.common.errors import ConfigurationError, UnavailableError
+from baton.common.errors import ConfigurationError, Reason, UnavailableError
 from baton.common.flags.unknown_variables import unknown_variables
-from baton.common.reasons import Reason
 from rpc.channels import SERVER_OPTIONS
 from rpc.interceptors import CallInterceptor
 from rpc.listeners import write_port_file

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 from baton.common.errors import (
     AlreadyExistsError,
     InternalError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds

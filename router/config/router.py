@@ -9,8 +9,7 @@ from typing import Any
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
 from baton.common.flags.values import count
-from baton.common.model_files.hub_names import HubFlags, with_revision
-from baton.common.model_files.named_models import default_model_name
+from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
 from baton.common.security.config import CredentialsConfig
 from router.config.discovery import parse_target
 from router.config.entries import read_entries

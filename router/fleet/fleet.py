@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from baton.common.errors import FailedPreconditionError, UnavailableError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config.discovery import Discovery

@@ -5,8 +5,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from baton.common.errors import AlreadyExistsError, DeadlineExceededError, ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    Reason,
+    ResourceExhaustedError,
+)
 from router.config.router import MAX_WAITING
 
 __all__ = ["Admission", "Entrance", "Turns"]

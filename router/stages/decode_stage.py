@@ -15,10 +15,10 @@ from baton.common.errors import (
     BatonError,
     FailedPreconditionError,
     InternalError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto

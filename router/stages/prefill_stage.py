@@ -18,11 +18,11 @@ from baton.common.errors import (
     BatonError,
     FailedPreconditionError,
     InternalError,
+    Reason,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
 from baton.v1 import prefill_pb2
 from router.fleet.fleet import RETRY_AFTER_S, Fleet

@@ -2,8 +2,13 @@
 
 import logging
 
-from baton.common.errors import AbortedError, BatonError, InternalError, ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import (
+    AbortedError,
+    BatonError,
+    InternalError,
+    Reason,
+    ResourceExhaustedError,
+)
 from baton.common.request.request_spec import RequestSpec
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.tier_replicas import DecodeReplica

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from baton.common.errors import PermissionDeniedError, ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import PermissionDeniedError, Reason, ResourceExhaustedError
 from baton.common.short_texts import short_repr
 from router.config.tenants import TenantPolicy
 from rpc.logs import CURRENT_CALL

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.common.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
-from baton.common.security.api_keys import hash_of_key
+from baton.common.security.tokens import hash_of_key
 from baton.common.security.watched_files import WatchedFiles
 from router.config.entries import read_entries
 from router.config.tenants import DEFAULTS_NAME, TenantPolicy, TenantsConfig

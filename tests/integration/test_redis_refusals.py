@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from baton.doctor import Level
-from baton.doctor.stores import check_store
+from baton.doctor.connectors import check_store
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError

@@ -7,8 +7,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.common.errors import ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import Reason, ResourceExhaustedError
 from router.http.errors import problem_of
 from rpc.errors import DOMAIN, from_rpc_error
 from tests.support.fake_workers import MODEL, FakeDecode

@@ -1,17 +1,57 @@
-"""The steps of a tokenizer: normalizer, splitters and decoder of the `tokenizers` package."""
+"""The steps of a tokenizer, and marks of texts that its vocabulary has twice.
+
+A GGUF file may have the same text under several ids, all of which a model may draw. The
+`tokenizers` package knows one id per text, so the text of each further one ends with marks,
+which its decoder removes.
+"""
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
-__all__ = ["set_byte_level_prefix", "set_word_start", "step_types"]
+__all__ = [
+    "DUPLICATE_MARK",
+    "mark_duplicates",
+    "set_byte_level_prefix",
+    "set_word_start",
+    "step_types",
+    "without_marks",
+]
 
+DUPLICATE_MARK = "\ufdd0"
+"""A noncharacter of Unicode, which no text has that is exchanged between programs."""
 _SPACE = "\u2581"
 _PARTS = ("normalizers", "pretokenizers", "decoders")
 _SENTENCEPIECE = {"Metaspace", "Prepend", "Replace"}
+
+
+def mark_duplicates(tokens: Sequence[str], preferred: Container[int]) -> list[str]:
+    """Returns different texts for the tokens of a vocabulary.
+
+    Of tokens with the same text, the last one keeps it, and so is the one that texts are
+    encoded with, as in llama.cpp.
+
+    Args:
+        tokens: the texts, by id.
+        preferred: ids that keep their text before others do, such as those of special tokens.
+    """
+    texts, counts = list(tokens), Counter[str]()
+    if len(set(tokens)) < len(tokens):
+        order = sorted(range(len(tokens)), key=lambda token_id: (token_id in preferred, token_id))
+        for token_id in reversed(order):
+            token = tokens[token_id]
+            texts[token_id] = token + DUPLICATE_MARK * counts[token]
+            counts[token] += 1
+    return texts
+
+
+def without_marks(text: str) -> str:
+    """Returns the text that a token stands for."""
+    return text.rstrip(DUPLICATE_MARK)
 
 
 def step_types(*steps: Any) -> set[str]:

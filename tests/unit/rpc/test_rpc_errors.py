@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.common import errors
-from baton.common.reasons import Reason
+from baton.common.errors import Reason
 from baton.common.request.prompts import parse_prompts
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs

@@ -16,7 +16,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from baton.common.security.api_keys import hash_of_key, new_key
+from baton.common.security.tokens import hash_of_key, new_key
 from router.config.tenants import TenantPolicy, TenantsConfig
 from router.tenants.tenant import OPEN_TENANT, Tenant, TokenBucket
 from router.tenants.tenants import Tenants, credentials_of, read_tenants

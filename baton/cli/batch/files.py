@@ -1,23 +1,119 @@
-"""`OutputFile`: the results of a batch, which an interrupted run leaves and the next continues."""
+"""The files of a batch: lines of the input, and `OutputFile`, which an interrupted run leaves."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NoReturn, Self
 from uuid import uuid4
 
-from baton.cli.batch.input_file import BatchLine
 from baton.common.errors import ConfigurationError
 
-__all__ = ["RETRIED_CODES", "OutputFile"]
+__all__ = [
+    "BatchLine",
+    "OutputFile",
+    "check_input",
+    "read_lines",
+]
 
+_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _START = b'{"id": "batch_req_'
 _FIRST_REDIRECT, _FIRST_ERROR, _FIRST_SERVER_ERROR = 300, 400, 500
 # The key is wrong, or the server is slow or busy: the same request may succeed later.
 _RETRIED_STATUSES = (401, 403, 408, 429)
-RETRIED_CODES = ("timeout", "connection_lost")
+_RETRIED_CODES = ("timeout", "connection_lost")
 """Codes of errors whose request the next run sends again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A line of the input.
+
+    Attributes:
+        number: of the line, from 1.
+        custom_id: the request's name; None if the line has none.
+        url: one of `_URLS`.
+        body: of the request, as JSON.
+        problem: why the line is no request; empty if it is one.
+    """
+
+    number: int
+    custom_id: str | None = None
+    url: str = ""
+    body: bytes = b""
+    problem: str = ""
+
+
+def check_input(path: Path) -> int:
+    """Reads the file once; returns how many lines it has. Blank lines do not count.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or two lines have one custom_id.
+    """
+    first_lines: dict[str, int] = {}
+    num_lines = 0
+    for line in read_lines(path):
+        num_lines += 1
+        if line.custom_id is None:
+            continue
+        first = first_lines.setdefault(line.custom_id, line.number)
+        if first != line.number:
+            raise ConfigurationError(
+                f"{path}: custom_id {line.custom_id!r} is on lines {first} and {line.number}; "
+                "each request needs its own"
+            )
+    return num_lines
+
+
+def read_lines(path: Path) -> Iterator[BatchLine]:
+    """Yields the lines of a file, one at a time, without blank ones.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield _parse_line(number, raw)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _parse_line(number: int, raw: bytes) -> BatchLine:
+    """Parses a line. A line that is no request has a `problem`."""
+    try:
+        return _parse_record(number, json.loads(raw, parse_constant=_refuse_constant))
+    except (ValueError, RecursionError) as error:
+        return BatchLine(number, problem=f"not JSON: {error}")
+
+
+def _parse_record(number: int, record: Any) -> BatchLine:
+    if not isinstance(record, dict):
+        return BatchLine(number, problem=f"a JSON object is needed, not {record!r:.40}")
+    custom_id, url, body = record.get("custom_id"), record.get("url"), record.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        return BatchLine(number, problem=f"custom_id is {custom_id!r:.40}; it must be a text")
+    if problem := _problem(record.get("method"), url, body):
+        return BatchLine(number, custom_id, problem=problem)
+    return BatchLine(number, custom_id, str(url), json.dumps(body, allow_nan=False).encode())
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _problem(method: Any, url: Any, body: Any) -> str:
+    if method != "POST":
+        return f"method is {method!r:.40}; it must be 'POST'"
+    if url not in _URLS:
+        return f"url is {url!r:.80}; it must be one of {', '.join(_URLS)}"
+    if not isinstance(body, dict):
+        return f"body is {body!r:.40}; it must be a JSON object"
+    if body.get("stream"):
+        return "body.stream is true; results of a batch are whole"
+    return ""
 
 
 class OutputFile:
@@ -177,4 +273,4 @@ def _is_final(record: Mapping[str, Any]) -> bool:
         status = response["status_code"]
         is_refusal = _FIRST_ERROR <= status < _FIRST_SERVER_ERROR
         return _is_success(record) or (is_refusal and status not in _RETRIED_STATUSES)
-    return (record["error"] or {}).get("code") not in RETRIED_CODES
+    return (record["error"] or {}).get("code") not in _RETRIED_CODES
