@@ -1,4 +1,4 @@
-"""`RankChildren`: the processes of the ranks that a process starts on its machine."""
+"""Ranks that a process has started: their processes, and how rank 0 learns that one has ended."""
 
 import logging
 import os
@@ -6,19 +6,80 @@ import socket
 import subprocess
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+from typing_extensions import override
+
 from baton.common.container_limits import EndWatch
 from engine.runtime.ranks.meeting import shut_down
+from kernels.ranks import EngineRanks, RankGroup
 
-__all__ = ["RankChildren"]
+__all__ = ["RankChildren", "StartedRanks"]
 
 _END_TIMEOUT_S = 5.0
-
 _logger = logging.getLogger("baton.engine")
+
+
+class StartedRanks(EngineRanks):
+    """Ranks that were started and have met.
+
+    Args:
+        opened: the access to the other ranks.
+
+    Attributes:
+        transfers: connections for transfers: rank 0's to the others in their order, or the one to
+            rank 0.
+    """
+
+    transfers: list[Connection]
+
+    def __init__(self, opened: EngineRanks, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.num_local, self.local_rank = opened.num_local, opened.local_rank
+        self.stage, self.num_stages = opened.stage, opened.num_stages
+        self._opened = opened
+
+    @abstractmethod
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Registers a function to call when another rank has ended."""
+
+    @property
+    @override
+    def group(self) -> RankGroup | None:
+        return self._opened.group
+
+    @override
+    def limit_waits(self, timeout_s: float) -> None:
+        self._opened.limit_waits(timeout_s)
+
+    @override
+    def send(self, data: bytes) -> None:
+        self._opened.send(data)
+
+    @override
+    def receive(self, *, waits_forever: bool = False) -> bytes:
+        return self._opened.receive(waits_forever=waits_forever)
+
+    @override
+    def send_tokens(self, data: bytes) -> None:
+        self._opened.send_tokens(data)
+
+    @override
+    def receive_tokens(self, *, waits: bool = True) -> bytes | None:
+        return self._opened.receive_tokens(waits=waits)
+
+    @override
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        self._opened.send_hidden(hidden)
+
+    @override
+    def receive_hidden(self, hidden: torch.Tensor) -> None:
+        self._opened.receive_hidden(hidden)
 
 
 class RankChildren:
