@@ -10,11 +10,17 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CredentialsConfig
 from baton.doctor import Finding, Level
 from baton.doctor.nixl_reads import why_unreadable
-from kvstore.diagnosis import unused_key
 from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout
 from kvstore.registry import known_stores, open_connector, open_store
-from kvstore.store import GetStatus, KvObject, KvStore, StoreFullError, StoreUnavailableError
+from kvstore.store import (
+    GetStatus,
+    KvObject,
+    KvStore,
+    StoreFullError,
+    StoreUnavailableError,
+    unused_key,
+)
 from kvstore.url import MULTI_SCHEME, printable_url, scheme_of, split_members
 
 __all__ = ["check_connector", "check_store"]
