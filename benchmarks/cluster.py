@@ -16,7 +16,7 @@ from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
-from rpc.metrics_config import MetricsConfig
+from rpc.server_config import MetricsConfig
 from worker.processes.run_folder import embedded_store, sharing_machine
 from worker.processes.supervisor import SupervisedProcess
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, floor_s, token_floor_s
 from benchmarks.models import make_random_model, write_random_config

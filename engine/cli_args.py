@@ -13,7 +13,7 @@ from typing_extensions import override
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.flags.vllm_arguments import FIXED_ARGUMENTS, FixedArgument
-from baton.common.model_files.hub_names import HubFlags, with_revision
+from baton.common.model_files.named_models import HubFlags, with_revision
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from baton.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
+    Reason,
     ResourceExhaustedError,
 )
-from baton.common.reasons import Reason
 from baton.common.request.request_spec import RequestSpec
 from engine.config import EngineConfig
 from engine.kv_cache.spec import spec_of

@@ -14,8 +14,7 @@ from baton.common.version import __version__
 from baton.v1 import worker_pb2
 from engine.kv_cache.spec import spec_of
 from engine.loop.async_engine import AsyncEngine
-from engine.metrics.export import EngineDescription, EngineExport, VllmExport
-from engine.metrics.stats_log import StatsLog
+from engine.metrics.export import EngineDescription, EngineExport, StatsLog, VllmExport
 from engine.request import Role
 from engine.wire import (
     counters_to_proto,

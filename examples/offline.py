@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from baton import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputs
-from baton.common.model_files.demo import DEMO_PROMPT
+from baton.common.model_files.named_models import DEMO_PROMPT
 
 
 def main(model: str) -> None:

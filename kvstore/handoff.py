@@ -1,5 +1,8 @@
 """`KvHandoff`: the terms under which decode loads a prompt's KV, and their wire form."""
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.common.errors import FailedPreconditionError, InvalidArgumentError
@@ -9,7 +12,7 @@ from kvstore.codec import DIGEST_SCHEME
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 
 __all__ = [
-    "HANDOFF_FORMAT_VERSION",
+    "KeptHandoffs",
     "KvHandoff",
     "brief_digest",
     "connector_name",
@@ -17,7 +20,7 @@ __all__ = [
     "handoff_to_proto",
 ]
 
-HANDOFF_FORMAT_VERSION = 1
+_HANDOFF_FORMAT_VERSION = 1
 
 # The wire field's limit, 49 days.
 _MAX_LEASE_MS = 2**32 - 1
@@ -57,7 +60,7 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
-    format_version: int = HANDOFF_FORMAT_VERSION
+    format_version: int = _HANDOFF_FORMAT_VERSION
 
     def check_compatible(self, *, namespace: bytes, connector: str) -> None:
         """Refuses a handoff that this replica could misread.
@@ -73,7 +76,7 @@ class KvHandoff:
             ours, theirs = brief_digest(namespace), brief_digest(self.namespace)
             raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
-            ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
+            ("handoff format version", _HANDOFF_FORMAT_VERSION, self.format_version),
             ("KV connector", connector, self.connector),
             ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
@@ -110,9 +113,9 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
             have other meanings.
         InvalidArgumentError: a block key does not have `KEY_BYTES` bytes.
     """
-    if message.format_version != HANDOFF_FORMAT_VERSION:
+    if message.format_version != _HANDOFF_FORMAT_VERSION:
         raise FailedPreconditionError(
-            f"handoff format version: decode has {HANDOFF_FORMAT_VERSION}, "
+            f"handoff format version: decode has {_HANDOFF_FORMAT_VERSION}, "
             f"prefill sent {message.format_version}"
         )
     for key in message.block_keys:
@@ -130,3 +133,52 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
     )
+
+
+@dataclass(slots=True)
+class _KeptHandoff:
+    handoff: KvHandoff
+    touched_at: float
+    num_requests: int = 1
+
+
+class KeptHandoffs:
+    """Says which handoff's objects are to be touched next.
+
+    A store evicts what was touched longest ago, and without touches that would be the objects of
+    the request that has waited longest. Objects were touched when they were saved, so a handoff
+    that is loaded soon costs no call. Not thread-safe.
+
+    Args:
+        period_s: longest time without a touch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._period_s = period_s
+        self._clock = clock
+        self._kept: OrderedDict[str, _KeptHandoff] = OrderedDict()  # touched longest ago first
+
+    def keep(self, handoff: KvHandoff) -> None:
+        """Keeps a handoff until `drop` was called as often as this."""
+        if kept := self._kept.get(handoff.handoff_id):
+            kept.num_requests += 1
+        else:
+            self._kept[handoff.handoff_id] = _KeptHandoff(handoff, self._clock())
+
+    def drop(self, handoff_id: str) -> None:
+        """Ends one `keep`. Unknown ids are ignored."""
+        if kept := self._kept.get(handoff_id):
+            kept.num_requests -= 1
+            if not kept.num_requests:
+                del self._kept[handoff_id]
+
+    def take_due(self) -> KvHandoff | None:
+        """Returns a handoff whose objects are to be touched now; None if there is none."""
+        for handoff_id, kept in self._kept.items():
+            if self._clock() - kept.touched_at < self._period_s:
+                break
+            kept.touched_at = self._clock()
+            self._kept.move_to_end(handoff_id)
+            return kept.handoff
+        return None

@@ -28,13 +28,14 @@ Contract, tested by the conformance suite:
   memory that it was given: the payloads may be blocks of a KV pool.
 """
 
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, NamedTuple, Self
 
-from kvstore.diagnosis import StoreDiagnosis
+from kvstore.block_key import KEY_BYTES
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -43,14 +44,56 @@ __all__ = [
     "KvStore",
     "PartlyUnavailableError",
     "StoreCapabilities",
+    "StoreDiagnosis",
     "StoreFullError",
     "StoreStats",
     "StoreUnavailableError",
+    "unused_key",
 ]
-
 
 DEFAULT_TIMEOUT_S = 2.0
 """`KvStore.timeout_s` where the URL names none."""
+
+
+def unused_key() -> bytes:
+    """A random key, which no object has."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class StoreDiagnosis:
+    """Answers for a store of one server that can be written to without harm.
+
+    Stores for which that is not true override it.
+    """
+
+    def new_keys(self) -> Mapping[str, bytes]:
+        """Returns unused keys that together reach every server of the store, by its name.
+
+        Raises:
+            StoreUnavailableError: the store does not know its servers.
+        """
+        return {"": unused_key()}
+
+    def has_room(self, key: bytes, num_bytes: int) -> bool:
+        """Whether a key's server can take that much without evicting anything.
+
+        Raises:
+            StoreUnavailableError: the server does not answer.
+        """
+        return True
+
+    def rehearse_put(self, key: bytes, num_bytes: int) -> None:
+        """Sends a server what a put of an object sends, so that it stores nothing.
+
+        Called where `has_room` is false.
+
+        Raises:
+            StoreUnavailableError: the server refuses it.
+        """
+
+    def remarks(self) -> Sequence[str]:
+        """Returns refusals of servers within calls that succeeded nevertheless."""
+        return ()
 
 
 class KvObject(NamedTuple):

@@ -25,9 +25,8 @@ from kvstore.guard.guarded_store import GuardedStore
 from kvstore.guard.metrics import KvMetrics
 from kvstore.guard.status import BackendStatus
 from kvstore.guard.store_watch import StoreWatch
-from kvstore.handoff import connector_name
+from kvstore.handoff import KeptHandoffs, connector_name
 from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
-from kvstore.kept_handoffs import KeptHandoffs
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import Backend
 from kvstore.mover.io_threads import IoThreads, patience_s

@@ -5,7 +5,7 @@
   it takes, and any other is an error, so that a misspelt option is noticed.
 - `multi://URL,URL,...` is several connectors as one, each with its own options.
 - `faulty+URL` is a connector with injected faults, for tests.
-- Sizes in options are written as in flags (`baton.common.flags.sizes`).
+- Sizes in options are written as in flags (`baton.common.flags.values`).
 """
 
 import math
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.common.errors import ConfigurationError
-from baton.common.flags.sizes import parse_byte_size
+from baton.common.flags.values import parse_byte_size
 from baton.common.machine_limits import read_memory
 from kvstore.store import DEFAULT_TIMEOUT_S
 

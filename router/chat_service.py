@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.common.errors import FailedPreconditionError, InvalidArgumentError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError, Reason
 from baton.common.request.answer import (
     NO_DELTA,
     CandidateOutput,
@@ -17,8 +16,7 @@ from baton.common.request.answer import (
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.structured_outputs import StructuredOutputs
 from router.chat.call_forms import form_or_calls, strict_calls
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation, content_text
+from router.chat.chat_request import ChatRequest, Conversation, content_text
 from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
 from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
 from router.chat.template import ends_in_reasoning

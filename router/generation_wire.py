@@ -12,8 +12,7 @@ from baton.common.request.results import Timings
 from baton.common.request.spec_wire import stated_from_proto
 from baton.common.request.wire import FINISH_REASONS
 from baton.v1 import common_pb2, generation_pb2
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation
+from router.chat.chat_request import ChatRequest, Conversation
 from router.chat.messages import conversation_of
 from router.requests.input_threads import convert_input
 from router.requests.json_input import parse_json

@@ -10,10 +10,10 @@ from typing import Any
 from baton.common.errors import (
     DeadlineExceededError,
     NotFoundError,
+    Reason,
     ResourceExhaustedError,
 )
 from baton.common.model_files.files import open_model_files
-from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams
@@ -31,9 +31,8 @@ from router.requests.generation_config import load_default_params
 from router.requests.pace import Pace
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
-from router.stages.admission import Admission
+from router.stages.admission import Admission, Entrance
 from router.stages.backlog import Backlog
-from router.stages.entrance import Entrance
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
 

@@ -11,9 +11,8 @@ from baton.common.security.cluster import ClusterSecurity, is_loopback
 from router.config.security import RouterSecurityConfig
 from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
-from rpc.cluster_calls import authorize_cluster
 from rpc.interceptors import Authorize
-from rpc.server_access import ServerAccess
+from rpc.server_access import ServerAccess, authorize_cluster
 
 __all__ = ["RouterSecurity", "authorize_tenants"]
 

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from baton.common.observe.metrics_collector import MetricsCollector
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
-from router.cluster_servicer import ClusterServicer
-from router.cluster_status import ClusterStatus
+from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.observe.metrics import FleetCounts, RouterMetrics
@@ -25,11 +24,9 @@ from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
-from rpc.descriptors import MAX_CONNECTIONS, connection_budget
 from rpc.interceptors import CountCall
-from rpc.memory_watch import MemoryWatch
-from rpc.metrics_access import MetricsAccess
-from rpc.metrics_server import serving_metrics
+from rpc.metrics_server import MetricsAccess, serving_metrics
+from rpc.process_limits import MAX_CONNECTIONS, MemoryWatch, connection_budget
 from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, run_process, serve
 from rpc.server_access import ConnectionAge, ServerAccess

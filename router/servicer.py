@@ -7,8 +7,7 @@ from typing import Any
 import grpc
 from typing_extensions import override
 
-from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import DeadlineExceededError, Reason, ResourceExhaustedError
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.known_fields import check_known

@@ -10,7 +10,7 @@
   request's id and becomes INTERNAL without its text.
 - A client that leaves ends its call as CANCELLED, or as DEADLINE_EXCEEDED if its deadline has
   passed, wherever the call is then. A client that does not read ends it after a time
-  (`rpc.call_context`). A server that stops ends the rest as UNAVAILABLE.
+  (`rpc.call`). A server that stops ends the rest as UNAVAILABLE.
 - Each call writes one log line with the request's id: the message's own, or
   the one that the servicer sets with `name_call`. Other lines that are logged
   in the call have that id too, and the caller's trace id, if they are JSON.
@@ -35,12 +35,11 @@ from baton.common.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
+    Reason,
     UnavailableError,
 )
 from baton.common.observe.traceparent import parse_traceparent
-from baton.common.reasons import Reason
-from rpc.call import QUIET_METHODS, Call
-from rpc.call_context import CallContext, Context
+from rpc.call import QUIET_METHODS, Call, CallContext, Context
 from rpc.logs import CURRENT_CALL, CallInfo
 from rpc.places import CallPlaces
 

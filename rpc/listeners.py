@@ -1,12 +1,16 @@
-"""Sockets that listen where gRPC's server would: all servers of a process take one `--host`."""
+"""Sockets that listen where gRPC's server would, and files that name their port."""
 
 import errno
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-__all__ = ["open_listeners"]
+from baton.common.errors import ConfigurationError
+
+__all__ = ["open_listeners", "write_port_file"]
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -83,3 +87,17 @@ def _addresses(hosts: Sequence[str], port: int) -> list[tuple[int, tuple[Any, ..
         )
     ]
     return list(dict.fromkeys(found))
+
+
+def write_port_file(path: Path, port: int) -> None:
+    """Writes a server's port, in one piece: no reader sees half a number.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write --port-file {path}: {error.strerror}") from None

@@ -22,8 +22,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from baton.common.observe.traceparent import TraceContext
-from rpc.log_limit import RepeatLimit
-from rpc.log_stream import LogStream
+from rpc.log_stream import LogStream, RepeatLimit
 
 __all__ = [
     "CURRENT_CALL",

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from baton.common.errors import ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import Reason, ResourceExhaustedError
 from rpc.call import Call
 
 __all__ = ["CallPlaces", "Places"]

@@ -27,18 +27,16 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.common.addresses import join_host_port
 from baton.common.container_limits import describe_limits
-from baton.common.errors import ConfigurationError, UnavailableError
+from baton.common.errors import ConfigurationError, Reason, UnavailableError
 from baton.common.flags.unknown_variables import unknown_variables
-from baton.common.reasons import Reason
 from rpc.channels import SERVER_OPTIONS
-from rpc.descriptors import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
-from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
+from rpc.listeners import write_port_file
 from rpc.logs import start_logging
-from rpc.port_file import write_port_file
-from rpc.reflection import add_reflection
+from rpc.process_limits import MAX_CONNECTIONS, connection_budget, raise_descriptor_limit
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig
+from rpc.standard_services import HEALTH_SERVICE_NAME, HealthServicer, add_reflection
 from rpc.stop_signals import StopSignals
 
 __all__ = [

@@ -1,14 +1,14 @@
-"""`ServerConfig`: the address of a server, how it logs and how it stops."""
+"""`ServerConfig` and `MetricsConfig`: the flags of a server's address, log, stop and metrics."""
 
 from dataclasses import dataclass
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 
-__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerConfig", "check_port"]
+__all__ = ["MetricsConfig", "ServerConfig", "check_port"]
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class ServerConfig:
         "time for running requests after SIGTERM; SIGINT then ends them",
         metavar="SECONDS",
     )
-    log_level: str = flag("info", "log level", choices=LOG_LEVELS, is_main=True)
+    log_level: str = flag("info", "log level", choices=_LOG_LEVELS, is_main=True)
     log_format: str = flag(
-        "text", "form of log lines; JSON lines have their fields as keys", choices=LOG_FORMATS
+        "text", "form of log lines; JSON lines have their fields as keys", choices=_LOG_FORMATS
     )
 
     def __post_init__(self) -> None:
@@ -58,3 +58,30 @@ def check_port(flag_name: str, port: int | None) -> None:
     """
     if port is not None and not 0 <= port < 2**16:
         raise ConfigurationError(f"{flag_name} is {port}; it must be in [0, 65536)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """The flags of a process's metrics.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+
+    host: str = flag("127.0.0.1", "address for metrics", name="metrics-host", metavar="HOST")
+    port: int | None = flag(
+        None,
+        "serve Prometheus metrics on this port; 0 picks a free one (default: no metrics)",
+        name="metrics-port",
+        metavar="PORT",
+    )
+    metrics_token_file: str | None = flag(
+        None,
+        "file with the token that readers of the metrics send as a bearer token (default: the "
+        "cluster's token, if there is one)",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port < 2**16:
+            raise ConfigurationError(f"--metrics-port is {self.port}; it must be in [0, 65536)")

@@ -14,17 +14,14 @@ from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from rpc.cluster_calls import cluster_access
-from rpc.memory_watch import MemoryWatch
-from rpc.metrics_access import MetricsAccess
-from rpc.metrics_config import MetricsConfig
-from rpc.metrics_server import serving_metrics
+from rpc.metrics_server import MetricsAccess, serving_metrics
+from rpc.process_limits import MemoryWatch
 from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, serve
-from rpc.server_config import ServerConfig
-from rpc.tracing import TracingConfig
+from rpc.server_access import cluster_access
+from rpc.server_config import MetricsConfig, ServerConfig
+from rpc.tracing import TracingConfig, WorkerSpans
 from rpc.watchdog import ending_when_stuck
-from rpc.worker_spans import WorkerSpans
 
 __all__ = [
     "Worker",

@@ -20,8 +20,8 @@ from baton.common.flags.values import count
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from engine.config import EngineConfig
 from kvstore.registry import has_fixed_port
-from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer, Service, serve
+from rpc.server_access import cluster_access
 from rpc.worker import worker_server_config
 from worker.processes.run_folder import sharing_machine
 from worker.replica_set import MAX_REPLICAS, ReplicaSet, ReplicaSetServicer

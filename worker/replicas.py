@@ -15,17 +15,14 @@ from baton.common.security.client import ClientTls
 from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from engine.config import EngineConfig
-from rpc.metrics_config import MetricsConfig
 from rpc.probe import wait_until_serving
-from rpc.server_config import ServerConfig
+from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.tracing import TracingConfig
-from worker.process_spec import worker_spec
 from worker.processes.output import log_writer
 from worker.processes.ports import free_port, local_address
 from worker.processes.ray_nodes import RayNodes, RemoteProcess
-from worker.processes.restarts import RestartPolicy
-from worker.processes.spawn import ProcessSpec
-from worker.processes.supervisor import SupervisedProcess
+from worker.processes.spawn import ProcessSpec, worker_spec
+from worker.processes.supervisor import RestartPolicy, SupervisedProcess
 from worker.replica_set import MakeReplica, WorkerReplica
 
 __all__ = [

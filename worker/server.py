@@ -23,9 +23,8 @@ from engine.worker import EngineWorker, register_metrics
 from prefill_service.servicer import PrefillServicer
 from rpc.server import RpcServer, run_process
 from rpc.stop_signals import STOP_SIGNALS, stop_signals_in_use
-from rpc.tracing import TracingConfig
+from rpc.tracing import TracingConfig, WorkerSpans
 from rpc.worker import WorkerTier, add_worker_args, serve_worker
-from rpc.worker_spans import WorkerSpans
 from worker.processes.ray_nodes import engine_on_ray
 from worker.replica_processes import ReplicaSetConfig, add_replica_args, run_replicas
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from baton.common.security.api_keys import hash_of_key, new_key
+from baton.common.security.tokens import hash_of_key, new_key
 
 __all__ = ["add_args", "main"]
 

@@ -12,8 +12,7 @@ from typing import NoReturn
 import httpx2
 from tqdm import tqdm
 
-from baton.cli.batch.input_file import BatchLine, check_input, read_lines
-from baton.cli.batch.output_file import OutputFile
+from baton.cli.batch.files import BatchLine, OutputFile, check_input, read_lines
 from baton.cli.batch.sender import RequestSender
 from baton.cli.openai_endpoint import (
     DEFAULT_URL,
@@ -25,7 +24,7 @@ from baton.cli.serve_config import add_cluster_args, running_config
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.client import ClientTls
-from baton.up.background import background_cluster
+from baton.up.cluster import background_cluster
 from baton.up.plan import plan_cluster
 from router.config.security import ClientTlsConfig
 from router.config.tenants import TenantsConfig

@@ -16,11 +16,10 @@ from baton.cli.terminal import Terminal
 from baton.client import Client
 from baton.common.errors import ConfigurationError
 from baton.common.flags.unknown_variables import unknown_variables
-from baton.common.model_files.demo import DEMO_PROMPT
+from baton.common.model_files.named_models import DEMO_PROMPT
 from baton.common.ray_cluster import cluster_address
 from baton.common.request.sampling_params import SamplingParams
-from baton.up.background import background_cluster
-from baton.up.cluster import run_cluster
+from baton.up.cluster import background_cluster, run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
 from worker.processes.output import discard_unread_output, log_writer

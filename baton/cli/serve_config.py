@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from baton.up.plan import ClusterConfig, RayTiers, worker_targets
-from baton.up.signals import exit_on_signals
 from engine.cli_args import add_engine_args, engine_config_from_args
 from router.config.router import add_args as add_router_args
 from router.config.router import router_config_from_args
 from router.config.security import PLAIN_CALLS, WorkerTlsConfig
+from rpc.stop_signals import exit_on_signals
 from worker.processes.ray_nodes import engine_on_ray
 from worker.processes.run_folder import embedded_store, new_token, sharing_machine
 

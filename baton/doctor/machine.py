@@ -10,7 +10,7 @@ from baton.common.container_limits import WORKER_NEEDS, LimitsShare, mebibytes, 
 from baton.common.errors import ConfigurationError
 from baton.doctor import Finding, Level
 from kernels.library.cpu import cpu_features, cpu_model
-from rpc.descriptors import MAX_CONNECTIONS, connection_budget
+from rpc.process_limits import MAX_CONNECTIONS, connection_budget
 
 __all__ = [
     "check_cores",

@@ -7,10 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from baton.common.errors import ConfigurationError
-from baton.common.flags.sizes import parse_byte_size
-from baton.common.flags.values import gibibytes
+from baton.common.flags.values import gibibytes, parse_byte_size
 from baton.common.flags.vllm_arguments import FIXED_ARGUMENTS, WITHOUT_EFFECT
-from baton.common.model_files.hub_names import with_revision
+from baton.common.model_files.named_models import with_revision
 from engine.config import EngineConfig
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]

@@ -5,7 +5,10 @@ On a signal the router stops first, then the workers.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,10 +16,16 @@ from baton.common.ray_cluster import PLACING_S
 from baton.up.plan import ClusterPlan, Server
 from rpc.probe import wait_until_listening, wait_until_ready, wait_until_serving
 from rpc.stop_signals import stop_signals_in_use
-from worker.processes.restarts import RestartPolicy
-from worker.processes.supervisor import SupervisedProcess
+from worker.processes.supervisor import RestartPolicy, SupervisedProcess
 
-__all__ = ["run_cluster", "start_server", "start_workers", "stop_in_order", "stop_on_signal"]
+__all__ = [
+    "background_cluster",
+    "run_cluster",
+    "start_server",
+    "start_workers",
+    "stop_in_order",
+    "stop_on_signal",
+]
 
 _START_TIMEOUT_S = 900.0
 _SET_START_TIMEOUT_S = PLACING_S + _START_TIMEOUT_S + 60.0
@@ -155,3 +164,45 @@ async def stop_in_order(processes: Sequence[SupervisedProcess]) -> None:
     *workers, router = processes
     await router.stop()
     await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+@contextmanager
+def background_cluster(
+    plan: ClusterPlan, write_line: Callable[[str], None]
+) -> Generator[None, None, None]:
+    """Runs a cluster while the `with` block runs, which starts when the cluster is serving.
+
+    Signals are the main thread's; a Ctrl-C there does not reach the cluster's processes.
+
+    Args:
+        plan: the processes to run.
+        write_line: called with every line that the processes write, in another thread.
+
+    Raises:
+        ConfigurationError: a process ended before it was serving.
+    """
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    ready: Future[None] = Future()
+
+    async def on_ready() -> None:
+        ready.set_result(None)
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(run_cluster(plan, write_line, on_ready, lambda _: stop.wait()))
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    # The thread stays alive as long as the processes: the kernel ends them with it.
+    thread = threading.Thread(target=run, name="cluster")
+    thread.start()
+    try:
+        ready.result()
+        yield
+    finally:
+        with suppress(RuntimeError):  # the loop is closed: the cluster did not start
+            loop.call_soon_threadsafe(stop.set)
+        thread.join()

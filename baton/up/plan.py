@@ -24,11 +24,9 @@ from baton.up.gpus import GpuShare, share_gpus, visible_gpus
 from engine.config import EngineConfig
 from router.config.http import HttpConfig
 from router.config.router import RouterConfig, ServedModelConfig, flags_of_router
-from rpc.metrics_config import MetricsConfig
-from rpc.server_config import ServerConfig
-from worker.process_spec import worker_spec
+from rpc.server_config import MetricsConfig, ServerConfig
 from worker.processes.ports import bound_ports, local_address
-from worker.processes.spawn import ProcessSpec
+from worker.processes.spawn import ProcessSpec, worker_spec
 from worker.replica_processes import ReplicaSetConfig
 
 __all__ = ["ClusterConfig", "ClusterPlan", "RayTiers", "Server", "plan_cluster", "worker_targets"]

@@ -16,13 +16,12 @@ from benchmarks.chaos.events import Event
 from benchmarks.report.output import write_line
 from engine.config import EngineConfig
 from rpc.channels import open_channel
-from rpc.metrics_config import MetricsConfig
 from rpc.probe import wait_until_serving
+from rpc.server_config import MetricsConfig
 from worker.processes.ports import free_port
-from worker.processes.restarts import RestartPolicy
 from worker.processes.run_folder import SHARED_MEMORY, embedded_store, run_folder, sharing_machine
 from worker.processes.spawn import ProcessSpec
-from worker.processes.supervisor import SupervisedProcess
+from worker.processes.supervisor import RestartPolicy, SupervisedProcess
 
 __all__ = ["ChaosCluster", "running_chaos_cluster", "shared_files"]
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from rpc.channels import SERVER_OPTIONS
-from rpc.port_file import write_port_file
+from rpc.listeners import write_port_file
 
 _MESSAGE = generation_pb2.GenerateStreamResponse(request_id="r" * 32, token_ids=(7,), text=" word")
 _EVENT = (

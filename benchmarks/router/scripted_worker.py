@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from baton.v1 import (
     common_pb2,
     decode_pb2,

@@ -16,10 +16,10 @@ from baton.common.errors import (
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.backends import installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError

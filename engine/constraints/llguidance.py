@@ -14,8 +14,7 @@ from engine.constraints.interface import (
     first_line,
 )
 from engine.constraints.schema import prepare, subschemas
-from engine.constraints.structural_tags import tag_with_format
-from engine.constraints.tag_grammar import lark_of_tag
+from engine.constraints.structural_tags import lark_of_tag, tag_with_format
 from engine.constraints.vocabulary import Mask, Vocabulary
 
 __all__ = ["LLGuidanceBackend"]

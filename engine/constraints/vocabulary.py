@@ -14,8 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.token_texts import byte_level_bytes, without_marks
-from baton.common.model_files.tokenizer_steps import step_types
+from baton.common.model_files.tokenizer_steps import byte_level_bytes, step_types, without_marks
 
 __all__ = ["Mask", "Vocabulary", "bits_of"]
 

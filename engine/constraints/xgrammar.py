@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from baton.common.request.structured_outputs import StructuredOutputs
-from engine.constraints.ebnf import endless_rule
 from engine.constraints.interface import (
     MAX_WHITESPACE,
     Grammar,
@@ -23,7 +22,7 @@ from engine.constraints.structural_tags import (
     tag_with_whitespace,
 )
 from engine.constraints.vocabulary import Mask, Vocabulary
-from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal
+from engine.constraints.xgrammar_rules import endless_rule, regex_refusal, schema_refusal
 
 __all__ = ["XGrammarBackend", "endless_rule_of"]
 

@@ -16,9 +16,7 @@ from engine.batch import TokenLogprobs
 from engine.constraints.guide import Guide
 from engine.draw_params import DrawParams
 from engine.groups.beam_search import BeamSearch
-from engine.groups.draft_state import DraftState
-from engine.groups.times import GroupTimes
-from engine.groups.transfer_state import GroupTransfer, new_handoff_id
+from engine.groups.states import DraftState, GroupTimes, GroupTransfer, new_handoff_id
 from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.host_pool import SwappedTables
 from engine.request import EngineRequest, FinishReason, StageTimings

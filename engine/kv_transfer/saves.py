@@ -12,7 +12,7 @@ their first layers are saved while the step computes the others.
 from collections import OrderedDict, abc
 
 from engine.groups.group import Sequence, SequenceGroup
-from engine.groups.transfer_state import new_handoff_id, overlap
+from engine.groups.states import new_handoff_id, overlap
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.jobs import JobTable, Save

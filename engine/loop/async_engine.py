@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, TypeVar
 from baton.common.errors import (
     AlreadyExistsError,
     InternalError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from engine.config import EngineConfig
-from engine.kv_cache.events import KvEvent
-from engine.kv_event_feed import KvEventFeeds
+from engine.kv_cache.events import KvEvent, KvEventFeeds
 from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.loop.engine_thread import EngineThread

@@ -1,13 +1,38 @@
-"""An engine's metrics for Prometheus: `EngineExport`, and `VllmExport` by the names of vLLM."""
+"""An engine's metrics for Prometheus, under its own names and those of vLLM, and in its log."""
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from baton.common.observe.metrics import Histogram, MetricInfo, Series, Snapshot
+from baton.common.observe.metrics import Histogram, MetricInfo, MetricsSource, Series, Snapshot
 from engine.metrics.counts import METRICS, WAITS, EngineMetrics
 from engine.request import EngineLoad
 
-__all__ = ["VLLM_METRICS", "EngineDescription", "EngineExport", "VllmExport"]
+__all__ = ["VLLM_METRICS", "EngineDescription", "EngineExport", "StatsLog", "VllmExport"]
+
+_LABELS: dict[str, None] = {"model_name": None, "engine": None}
+_VALUES: dict[str, tuple[Series, ...]] = {
+    "vllm:num_requests_running": (("baton_engine_running_sequences",),),
+    "vllm:num_requests_waiting": tuple(("baton_engine_waiting_requests", wait) for wait in WAITS),
+    "vllm:prompt_tokens": (("baton_engine_prompt_tokens",),),
+    "vllm:generation_tokens": (("baton_engine_generated_tokens",),),
+    "vllm:prefix_cache_queries": (("baton_engine_prefix_cache_queries",),),
+    "vllm:prefix_cache_hits": (("baton_engine_prefix_cache_hits",),),
+    "vllm:num_preemptions": (
+        ("baton_engine_preemptions", "recompute"),
+        ("baton_engine_preemptions", "swap"),
+    ),
+}
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": "baton_engine_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "baton_engine_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "baton_engine_request_seconds",
+    "vllm:request_queue_time_seconds": "baton_engine_queue_seconds",
+}
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+_INTERVAL_S = 10.0
+_logger = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,30 +108,6 @@ def _values_of(load: EngineLoad) -> dict[Series, float]:
 
 # The metrics of vLLM, each with the series of ours that it is the sum of.
 
-_LABELS: dict[str, None] = {"model_name": None, "engine": None}
-
-_VALUES: dict[str, tuple[Series, ...]] = {
-    "vllm:num_requests_running": (("baton_engine_running_sequences",),),
-    "vllm:num_requests_waiting": tuple(("baton_engine_waiting_requests", wait) for wait in WAITS),
-    "vllm:prompt_tokens": (("baton_engine_prompt_tokens",),),
-    "vllm:generation_tokens": (("baton_engine_generated_tokens",),),
-    "vllm:prefix_cache_queries": (("baton_engine_prefix_cache_queries",),),
-    "vllm:prefix_cache_hits": (("baton_engine_prefix_cache_hits",),),
-    "vllm:num_preemptions": (
-        ("baton_engine_preemptions", "recompute"),
-        ("baton_engine_preemptions", "swap"),
-    ),
-}
-
-_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": "baton_engine_first_token_seconds",
-    "vllm:inter_token_latency_seconds": "baton_engine_inter_token_seconds",
-    "vllm:e2e_request_latency_seconds": "baton_engine_request_seconds",
-    "vllm:request_queue_time_seconds": "baton_engine_queue_seconds",
-}
-
-_FINISHED_REASONS = ("stop", "length", "abort", "error")
-
 
 def _vllm_infos() -> Iterator[tuple[str, MetricInfo]]:
     for name, (series, *_) in _VALUES.items():
@@ -174,3 +175,61 @@ class VllmExport:
     def _constants(self, num_blocks: int) -> Series:
         about = self._source.description
         return str(about.block_size), str(num_blocks), about.kv_dtype, str(about.caches_prefixes)
+
+
+class StatsLog:
+    """Logs what an engine has done since the line before.
+
+    Args:
+        source: the engine's metrics.
+        interval_s: seconds between lines.
+    """
+
+    def __init__(self, source: MetricsSource, interval_s: float = _INTERVAL_S) -> None:
+        self._source = source
+        self._interval_s = interval_s
+        self._before: Mapping[Series, float] = source.snapshot().values
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Logs from now on, on the running event loop, until `close`."""
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._log)
+
+    def close(self) -> None:
+        """Stops. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def next_line(self) -> str | None:
+        """Returns the line of the time since the last call; None if the engine was idle."""
+        before, now = self._before, self._source.snapshot().values
+        self._before = now
+
+        def grown(name: str, *labels: str) -> float:
+            return now[name, *labels] - before[name, *labels]
+
+        running = now["baton_engine_running_sequences",]
+        waiting = sum(now["baton_engine_waiting_requests", reason] for reason in WAITS)
+        num_prompt = grown("baton_engine_prompt_tokens")
+        num_generated = grown("baton_engine_generated_tokens")
+        if not (running or waiting or num_prompt or num_generated):
+            return None
+        num_asked = grown("baton_engine_prefix_cache_queries")
+        num_found = grown("baton_engine_prefix_cache_hits")
+        num_blocks = now["baton_engine_kv_blocks",]
+        num_preempted = sum(
+            grown("baton_engine_preemptions", kind) for kind in ("recompute", "swap")
+        )
+        return (
+            f"stats running={running:.0f} waiting={waiting:.0f}"
+            f" kv_usage={now['baton_engine_used_kv_blocks',] / num_blocks:.1%}"
+            f" prompt_tokens_per_s={num_prompt / self._interval_s:.1f}"
+            f" generated_tokens_per_s={num_generated / self._interval_s:.1f}"
+            f" prefix_hit_rate={num_found / max(1.0, num_asked):.1%}"
+            f" preemptions={num_preempted:.0f}"
+        )
+
+    def _log(self) -> None:
+        if (line := self.next_line()) is not None:
+            _logger.info("%s", line)
+        self.start()

@@ -16,9 +16,8 @@ from engine.kv_transfer.saves import Saves
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineOutput, FinishReason
 from engine.schedule.branches import Branches
-from engine.schedule.ends import Ends
+from engine.schedule.ends import Ends, Handovers
 from engine.schedule.guides import Guides
-from engine.schedule.handovers import Handovers
 from engine.schedule.output_maker import OutputMaker
 from engine.schedule.queues import GroupQueues
 from engine.speculation.drafts import Drafts

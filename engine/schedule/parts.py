@@ -7,7 +7,7 @@ from typing import Self
 
 from engine.config import EngineConfig
 from engine.groups.group import SequenceGroup
-from engine.groups.times import GroupTimes
+from engine.groups.states import GroupTimes
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import spec_of
 from engine.kv_transfer.costs import LoadCosts
@@ -19,9 +19,8 @@ from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
-from engine.schedule.ends import Ends
+from engine.schedule.ends import Ends, Handovers
 from engine.schedule.guides import GrammarSource, Guides
-from engine.schedule.handovers import Handovers
 from engine.schedule.output_maker import OutputMaker
 from engine.schedule.outputs import OutputProcessor
 from engine.schedule.preemption import Preemption

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
 
-from baton.common.errors import BatonError, DeadlineExceededError, InternalError
-from baton.common.reasons import Reason
+from baton.common.errors import BatonError, DeadlineExceededError, InternalError, Reason
 from engine.batch import ScheduledBatch, StepOutput
 from engine.groups.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_transfer.loads import FinishedLoad

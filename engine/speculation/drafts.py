@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from engine.batch import DraftWork, ScheduledBatch
 from engine.config import EngineConfig
-from engine.groups.draft_state import DraftState, TokenHistory
 from engine.groups.group import Sequence
+from engine.groups.states import DraftState, TokenHistory
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.lookup import make_proposer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from engine.groups.draft_state import SEPARATOR
+from engine.groups.states import SEPARATOR
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = ["AnswerLookup", "Proposer", "SequenceLookup", "make_proposer"]

@@ -9,7 +9,7 @@ rows of a block, and in the number of *splits*, programs that share a context.
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_blocks import divide_context, locate_block
+from kernels.triton.attention_splits import divide_context, locate_block
 
 __all__ = ["attend_kernel"]
 

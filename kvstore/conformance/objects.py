@@ -1,10 +1,29 @@
-"""Keys and objects that the conformance tests put and read."""
+"""Keys and objects that the conformance tests put and read, also in other processes.
 
+They import this module, which does not import torch: that takes seconds.
+"""
+
+import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count
 
+from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore
 
-__all__ = ["as_object", "blank", "counting", "filled", "random_keys", "read", "read_uniform"]
+__all__ = [
+    "as_object",
+    "blank",
+    "counting",
+    "filled",
+    "numbered_keys",
+    "random_keys",
+    "read",
+    "read_uniform",
+    "write_and_read",
+    "write_until_killed",
+]
 
 _HEADER_BYTES = 64
 
@@ -57,3 +76,23 @@ def read_uniform(store: KvStore, key: bytes, num_bytes: int) -> int | None:
     if not isinstance(value, bytes) or len(set(value)) != 1:
         raise ValueError(f"object {key.hex()} is torn: {value!r:.80}")
     return value[0]
+
+
+def write_and_read(url: str, keys: list[bytes], byte: int, num_bytes: int) -> list[int | None]:
+    """Puts one's own value under each key; returns whose value each key has then."""
+    with closing(open_store(url)) as store:
+        for key in keys:
+            store.put([key], [filled(byte, num_bytes)])
+        return [read_uniform(store, key, num_bytes) for key in keys]
+
+
+def numbered_keys(seed: bytes) -> Iterator[bytes]:
+    """An endless sequence of keys, the same in every process."""
+    return (hashlib.sha256(seed + number.to_bytes(8, "little")).digest() for number in count())
+
+
+def write_until_killed(url: str, seed: bytes, num_bytes: int) -> None:
+    """Puts one object after the other."""
+    with closing(open_store(url)) as store:
+        for number, key in enumerate(numbered_keys(seed)):
+            store.put([key], [filled(number % 256, num_bytes)])

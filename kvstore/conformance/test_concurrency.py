@@ -10,8 +10,14 @@ from threading import Barrier
 import pytest
 
 from kvstore.conformance.conftest import StoreOpener
-from kvstore.conformance.objects import filled, random_keys, read_uniform
-from kvstore.conformance.workers import numbered_keys, write_and_read, write_until_killed
+from kvstore.conformance.objects import (
+    filled,
+    numbered_keys,
+    random_keys,
+    read_uniform,
+    write_and_read,
+    write_until_killed,
+)
 from kvstore.store import KvStore
 
 _OBJECT_BYTES = 300_000

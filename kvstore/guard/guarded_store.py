@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from kvstore.diagnosis import unused_key
 from kvstore.guard.breaker import Breaker, NotAskedError
 from kvstore.guard.metrics import BreakersOfDirections
 from kvstore.guard.outage_log import OutageLog
 from kvstore.guard.status import BackendStatus
-from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError, unused_key
 
 __all__ = ["GuardedStore"]
 

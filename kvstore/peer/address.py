@@ -1,21 +1,31 @@
-"""The URL of a peer connector, and the address that handoffs carry (`KvPeerParams`).
+"""A peer connector's URL, the address in handoffs (`KvPeerParams`), and which slices it lends.
 
     grpc://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
     nixl://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
 
 Several processes of a machine may use one URL without a port: each takes a free one. The ranks of
 an engine have one URL: with a port, rank 0 listens there and rank `r` at that port plus `r`.
+
+An engine of several ranks saves each block in slices (`kvstore.transfer_form`), and each rank lends
+those of its own part of the model. The `connector_params` of its handoffs name all these ranks.
 """
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, cycle
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+from google.protobuf.message import DecodeError
+
 from baton.v1 import kv_peer_pb2
+from baton.v1.kv_peer_pb2 import KvPeerParams
+from kvstore.connector import SavedSlices
 from kvstore.url import StoreUrl
 
-__all__ = ["PeerAddress", "PeerUrl"]
+__all__ = ["PeerAddress", "PeerUrl", "holders_of", "join_params", "select_held"]
 
 _DEFAULT_HOST = "127.0.0.1"
 _DEFAULT_LEASE_S = 30.0
@@ -25,6 +35,7 @@ _TIMEOUT_RANGE_S = (0.01, 60.0)
 _OPTIONS = ("lease_s", "timeout_s", "advertise")
 # Addresses reserved for documentation: the kernel is asked for the route to them; nothing is sent.
 _FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +146,62 @@ def _reachable_host(host: str, parts: StoreUrl) -> str:
             ) from None
         local_host: str = probe.getsockname()[0]
     return local_host
+
+
+def join_params(ranks: Sequence[SavedSlices]) -> bytes:
+    """Returns the `connector_params` of a handoff whose blocks several ranks lend.
+
+    Args:
+        ranks: what each of them lends; at least one.
+    """
+    first, *others = (_with_slices(rank) for rank in ranks)
+    first.others.extend(others)
+    return first.SerializeToString()
+
+
+def holders_of(params: bytes, slices: Sequence[int]) -> tuple[PeerAddress, ...]:
+    """Returns the process that lends each of some slices, by the `connector_params` of a handoff.
+
+    Raises:
+        ValueError: they cannot be read, or name no process for a slice.
+    """
+    try:
+        first = KvPeerParams.FromString(params)
+    except DecodeError as error:
+        raise ValueError("the handoff's connector_params cannot be read") from error
+    lenders = [(_address_from_proto(message), message.slices) for message in (first, *first.others)]
+    return tuple(_find_holder(number, lenders) for number in slices)
+
+
+def select_held(
+    items: Sequence[_Item], first: int, holders: Sequence[PeerAddress], holder: PeerAddress
+) -> list[_Item]:
+    """Returns those of a load's items that belong to objects that one process lends.
+
+    Args:
+        items: one for each of some consecutive objects of the load.
+        first: number of the first of these objects among those of the load.
+        holders: the processes that lend the objects of a block, which are as many as these.
+        holder: one of these processes.
+    """
+    are_held = [holders[(first + index) % len(holders)] == holder for index in range(len(holders))]
+    return list(compress(items, cycle(are_held)))
+
+
+def _with_slices(rank: SavedSlices) -> KvPeerParams:
+    message = KvPeerParams.FromString(rank.params)
+    message.slices.extend(rank.slices)
+    return message
+
+
+def _address_from_proto(message: KvPeerParams) -> PeerAddress:
+    if not message.endpoint or not message.generation:
+        raise ValueError("the handoff's connector_params name no peer")
+    return PeerAddress(message.endpoint, message.generation)
+
+
+def _find_holder(number: int, lenders: Sequence[tuple[PeerAddress, Sequence[int]]]) -> PeerAddress:
+    for address, slices in lenders:
+        if not slices or number in slices:
+            return address
+    raise ValueError(f"the handoff's connector_params name no peer for slice {number} of a block")

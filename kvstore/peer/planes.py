@@ -24,9 +24,8 @@ from kvstore.codec import HEADER_BYTES
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import InDoubtError
-from kvstore.peer.address import PeerAddress
+from kvstore.peer.address import PeerAddress, holders_of, select_held
 from kvstore.peer.framing import FrameFiller
-from kvstore.peer.holders import holders_of, select_held
 from kvstore.peer.lender import Lender
 from kvstore.peer.locations import BlockLocations
 from kvstore.peer.open_reads import BlockRequest, OpenReads

@@ -11,8 +11,7 @@ from baton.v1 import kv_peer_pb2 as pb
 from kvstore.guard.breaker import log_level_of
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
-from kvstore.peer.address import PeerAddress
-from kvstore.peer.holders import holders_of
+from kvstore.peer.address import PeerAddress, holders_of
 from kvstore.peer.peers import PeerRefusedError, Peers
 from kvstore.store import StoreUnavailableError
 

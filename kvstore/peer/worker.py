@@ -22,8 +22,7 @@ from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import Backend
 from kvstore.mover.mover import BlockMover
-from kvstore.peer.address import PeerAddress, PeerUrl
-from kvstore.peer.holders import join_params
+from kvstore.peer.address import PeerAddress, PeerUrl, join_params
 from kvstore.peer.lending import LendingSide, describe_layout
 from kvstore.peer.open_reads import OpenReads, ReadCloser
 from kvstore.peer.peers import Peers

@@ -17,7 +17,7 @@ from typing_extensions import override
 from baton.common.errors import ConfigurationError
 from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.files import OutdatedFilesError, os_errors_as_unavailable
-from kvstore.stores.folder_identity import folder_identity
+from kvstore.stores.folders import folder_identity
 from kvstore.stores.opening import OpenedOnDemand
 from kvstore.url import StoreLimits, StoreUrl
 

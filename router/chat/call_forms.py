@@ -9,7 +9,7 @@ from baton.common.request.json_text import compact_json
 from baton.common.request.response_format import ToolSchema, read_tools
 from baton.common.request.schema_parts import SchemaPart, rebase
 from baton.common.request.structured_outputs import MAX_SOURCE_BYTES, StructuredOutputs
-from router.chat.tool_parsers.call_syntax import CallSyntax
+from router.chat.tool_parsers.base import CallSyntax
 
 __all__ = ["form_or_calls", "strict_calls"]
 

@@ -1,4 +1,4 @@
-"""The forms of messages that a template reads, and how messages are brought into them.
+"""The forms of messages that a template reads, and prompts that end with the last message.
 
 Some templates write `message.content` as it is, others loop over its parts. As in vLLM, a template
 that has a loop over the content of a message gets parts, and any other gets text. The results of
@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import nodes
 
 from baton.common.errors import InvalidArgumentError
-from router.chat.conversation import content_text
+from router.chat.chat_request import content_text
 
-__all__ = ["MessageForm", "find_form", "shape_messages"]
+__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages"]
 
 _TOOL_ROLES = ("tool", "function")
 _PROBED_VALUE = "value-of-an-argument"
@@ -37,6 +37,11 @@ _PROBE: tuple[Mapping[str, Any], ...] = (
     },
     {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "result"},
 )
+_CONTINUE_FIELD = "continue_final_message"
+_MARK = "END_OF_FINAL_MESSAGE_TEXT"
+"""Written after the final message's text; the prompt is cut there."""
+_SPACE = " "
+"""Follows the mark: a template that removes it has removed the text's own trailing space, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +182,51 @@ def _parts_of(content: Any) -> list[Any]:
     if content is None:
         return []
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalMessage:
+    """The text that an answer continues. `mark` makes one."""
+
+    text: str
+
+    @classmethod
+    def mark(cls, messages: Sequence[dict[str, Any]], template: str) -> "FinalMessage":
+        """Writes a mark after the last message's text, or after its last part that has text.
+
+        Args:
+            messages: the messages; the last one is changed.
+            template: the template's source.
+
+        Raises:
+            InvalidArgumentError: there is no text, or the template reads no content.
+        """
+        if "content" not in template:
+            raise InvalidArgumentError(
+                f"{_CONTINUE_FIELD} is true, but the chat template reads no content"
+            )
+        message = messages[-1]
+        content = message.get("content")
+        if isinstance(content, str):
+            message["content"] = content + _MARK + _SPACE
+            return cls(content)
+        for part in reversed(content or []):
+            if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+                part["text"] = text + _MARK + _SPACE
+                return cls(text)
+        raise InvalidArgumentError(f"{_CONTINUE_FIELD} is true, but the final message has no text")
+
+    def cut(self, prompt: str) -> str:
+        """Returns the prompt up to the end of the text.
+
+        Raises:
+            InvalidArgumentError: the template left the text out, or changed it.
+        """
+        end = prompt.rfind(_MARK)
+        if end < 0 or self.text.strip() not in prompt:
+            raise InvalidArgumentError(
+                f"{_CONTINUE_FIELD} is true, but the chat template leaves out or changes the text "
+                "of the final message"
+            )
+        is_kept = prompt.startswith(_SPACE, end + len(_MARK))
+        return prompt[:end] if is_kept else prompt[:end].rstrip()

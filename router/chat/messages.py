@@ -9,7 +9,7 @@ from typing import Any
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_values import array_at, is_array, object_at, text_at
 from baton.common.short_texts import short_repr
-from router.chat.conversation import Conversation
+from router.chat.chat_request import Conversation
 from router.requests.json_input import InvalidJsonError, JsonBudget, parse_json
 
 __all__ = [

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from baton.common.errors import FailedPreconditionError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, Reason
 from baton.common.request.request_spec import ReasoningMarks, ReasoningStart
-from router.chat.conversation import Conversation, content_text
+from router.chat.chat_request import Conversation, content_text
 from router.chat.reasoning_parsers import (
     MarkedReasoningParser,
     ReasoningParser,

@@ -12,11 +12,9 @@ from typing import Any
 import jinja2
 
 from baton.common.errors import ConfigurationError, InvalidArgumentError
-from router.chat.conversation import Conversation
-from router.chat.final_message import FinalMessage
-from router.chat.jinja_environment import RefusedByTemplateError, build_environment
-from router.chat.message_form import MessageForm, find_form, shape_messages
-from router.chat.plain_data import plain_copy
+from router.chat.chat_request import Conversation
+from router.chat.jinja_environment import RefusedByTemplateError, build_environment, plain_copy
+from router.chat.message_form import FinalMessage, MessageForm, find_form, shape_messages
 from router.chat.template_source import (
     TemplateSource,
     TemplateText,

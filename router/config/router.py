@@ -9,16 +9,14 @@ from typing import Any
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
 from baton.common.flags.values import count
-from baton.common.model_files.hub_names import HubFlags, with_revision
-from baton.common.model_files.named_models import default_model_name
+from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
 from baton.common.security.config import CredentialsConfig
 from router.config.discovery import parse_target
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.config.tenants import TenantsConfig
-from rpc.metrics_config import MetricsConfig
-from rpc.server_config import ServerConfig, check_port
+from rpc.server_config import MetricsConfig, ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
 __all__ = [

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
 from baton.common.flags.values import count
-from baton.common.security.api_keys import key_entry
+from baton.common.security.tokens import key_entry
 
 __all__ = ["API_KEY_VARIABLE", "DEFAULTS_NAME", "TenantPolicy", "TenantsConfig", "is_tenant_name"]
 

@@ -3,19 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 
-from baton.common.errors import FailedPreconditionError, UnavailableError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config.discovery import Discovery
 from router.config.router import ServedModelConfig
-from router.fleet.decode_replica import DecodeReplica
-from router.fleet.kv_stores import StoreAgreement
 from router.fleet.policy import PrefixIndex
-from router.fleet.prefill_replica import PrefillReplica
 from router.fleet.replica import Capacity, Replica, ReplicaT
-from router.fleet.served_model import RequestLimits, ServedModel, check_tokenizer
+from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
+from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, WaitingRequests, waited
 
 __all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]

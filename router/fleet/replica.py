@@ -17,11 +17,10 @@ from baton.common.errors import FailedPreconditionError, InternalError, Unavaila
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.fleet.breaker import ReplicaBreaker
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.policy import ReplicaState
+from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoad
-from router.fleet.silence import Silence
 from router.observe.request_record import Attempt, RequestRecord
 from rpc.errors import from_rpc_error
 

@@ -28,8 +28,8 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.config.discovery import Discovery
 from router.fleet.replica import Capacity, Replica, ReplicaT, serves_in, tier_name
 from router.fleet.replica_set import watch_replicas
-from rpc.cluster_calls import open_cluster_channel
 from rpc.errors import from_rpc_error
+from rpc.server_access import open_cluster_channel
 
 __all__ = ["MakeReplica", "Tier"]
 

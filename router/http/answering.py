@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.request.answer import CandidateOutput
-from router.http.context import context_of
+from router.http.endpoints import context_of
 from router.http.errors import Problem
 from router.http.json_bytes import json_bytes, json_response
 from router.http.logprobs import num_logprob_bytes

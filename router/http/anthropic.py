@@ -8,15 +8,14 @@ from starlette.responses import Response
 
 from router.http.answering import stream_response, whole_response
 from router.http.anthropic_answer import MessageAnswer, MessageStream
-from router.http.anthropic_errors import AnthropicErrorResponse, anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,
     counted_conversation,
     read_messages_request,
 )
 from router.http.body_route import BodyRoute, convert_body
-from router.http.context import context_of
-from router.http.endpoints import EndpointGroup, declared_responses
+from router.http.endpoints import EndpointGroup, context_of, declared_responses
+from router.http.errors import AnthropicErrorResponse, anthropic_error
 from router.http.json_bytes import json_response
 from router.http.params import request_id_of, timeout_of
 

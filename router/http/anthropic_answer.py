@@ -17,8 +17,7 @@ from router.http.answer_parts import (
     PartOpened,
     Step,
 )
-from router.http.anthropic_errors import anthropic_error
-from router.http.errors import Problem
+from router.http.errors import Problem, anthropic_error
 
 __all__ = ["Event", "MessageAnswer", "MessageStream"]
 

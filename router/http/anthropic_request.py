@@ -1,5 +1,6 @@
 """A body of Anthropic's messages API as a `ChatRequest`."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,18 +8,21 @@ from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
 from baton.common.request.sampling_params import MAX_STOPS
 from baton.common.request.structured_outputs import StructuredOutputs
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation
+from router.chat.chat_request import ChatRequest, Conversation
 from router.chat.messages import conversation_of
-from router.http.answer_body import AnswerBody, sampling_of
-from router.http.anthropic_errors import ThreadUnsupportedError
 from router.http.anthropic_messages import continues_answer, messages_of_turns
-from router.http.anthropic_tools import allows_parallel_calls, choice_of, tools_of
 from router.http.bodies import Array, JsonObject
+from router.http.errors import ThreadUnsupportedError
 from router.http.fields import Fields
+from router.http.params import AnswerBody, sampling_of
 
-__all__ = ["MessagesBody", "counted_conversation", "read_messages_request"]
+__all__ = [
+    "MessagesBody",
+    "counted_conversation",
+    "read_messages_request",
+]
 
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _MAX_UINT32 = 2**32 - 1
 _REFUSED = {
     "container": "Baton runs no code",
@@ -30,6 +34,67 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 """An edit that leaves out the thinking of earlier turns: the chat template decides on it."""
 _ANYWHERE = "global"
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+
+
+def _tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Returns the tools of a body.
+
+    Raises:
+        InvalidArgumentError: a tool is malformed, or none of the client's own; names its path.
+    """
+    return [_tool(Fields(tool, f"tools[{i}]")) for i, tool in enumerate(tools or ())]
+
+
+def _choice_of(
+    given: Mapping[str, Any] | None, tools: list[dict[str, Any]]
+) -> str | dict[str, Any] | None:
+    """Returns the choice of a body; None if it states none.
+
+    Args:
+        given: the body's `tool_choice`.
+        tools: what `_tools_of` returned.
+
+    Raises:
+        InvalidArgumentError: it is malformed, or names no tool; names its path.
+    """
+    if given is None:
+        return None
+    choice = Fields(given, "tool_choice")
+    choice.required("type")
+    kind = choice.choice("type", (*_CHOICES, "tool")) or ""
+    if kind in ("any", "tool") and not tools:
+        raise InvalidArgumentError(f"tool_choice.type is {kind!r}, but tools is empty")
+    if kind != "tool":
+        return _CHOICES[kind]
+    name, names = choice.required_text("name"), [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        limit = f"the name of one of tools: {', '.join(names)}"
+        raise InvalidArgumentError.for_field("tool_choice.name", name, limit)
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allows_parallel_calls(given: Mapping[str, Any] | None) -> bool:
+    """Whether the answer may have several calls.
+
+    Args:
+        given: the body's `tool_choice`.
+    """
+    return not Fields(given or {}, "tool_choice").boolean("disable_parallel_tool_use")
+
+
+def _tool(tool: Fields) -> dict[str, Any]:
+    kind = tool.text("type")
+    if kind not in (None, "custom"):
+        limit = "'custom' or unset; Baton has no built-in tools"
+        raise InvalidArgumentError.for_field(tool.path_of("type"), kind, limit)
+    schema = tool.required("input_schema")
+    compact_json(tool.path_of("input_schema"), schema)
+    function = {"name": tool.required_text("name"), "parameters": schema}
+    if description := tool.text("description"):
+        function["description"] = description
+    if (is_strict := tool.boolean("strict")) is not None:
+        function["strict"] = is_strict
+    return {"type": "function", "function": function}
 
 
 class MessagesBody(AnswerBody):
@@ -73,12 +138,12 @@ def read_messages_request(
         raise InvalidArgumentError("max_tokens is missing")
     if not 1 <= body.max_tokens <= _MAX_UINT32:
         raise InvalidArgumentError.for_field("max_tokens", body.max_tokens, "in [1, 2**32)")
-    tools = tools_of(body.tools)
+    tools = _tools_of(body.tools)
     return ChatRequest(
         conversation=_conversation_of_body(body),
         params=_params(body, can_limit_thinking),
-        tool_choice=choice_of(body.tool_choice, tools),
-        parallel_tool_calls=allows_parallel_calls(body.tool_choice),
+        tool_choice=_choice_of(body.tool_choice, tools),
+        parallel_tool_calls=_allows_parallel_calls(body.tool_choice),
         schema_fields=[f"tools[{i}].input_schema" for i in range(len(tools))],
         request_id=request_id,
         priority=body.priority or 0,
@@ -96,7 +161,7 @@ def _conversation_of_body(body: MessagesBody) -> Conversation:
     messages = messages_of_turns(body.system, body.messages)
     return conversation_of(
         messages,
-        tools=tools_of(body.tools),
+        tools=_tools_of(body.tools),
         documents=body.documents,
         continue_final_message=continues_answer(body.messages),
         template_kwargs=_template_kwargs(body),
@@ -136,7 +201,7 @@ def counted_conversation(body: MessagesBody) -> Conversation:
         InvalidArgumentError: as of `read_messages_request`.
     """
     conversation = _conversation_of_body(body)
-    choice = choice_of(body.tool_choice, tools_of(body.tools))
+    choice = _choice_of(body.tool_choice, _tools_of(body.tools))
     return replace(conversation, tools=()) if choice == "none" else conversation
 
 

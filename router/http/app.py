@@ -15,9 +15,8 @@ from typing_extensions import override
 from baton.common.errors import BatonError
 from baton.common.version import __version__
 from router.config.http import HttpConfig
-from router.http import anthropic, chat, completions, health, models, responses, scraping, tokens
-from router.http.context import HttpContext
-from router.http.endpoints import EndpointGroup
+from router.http import anthropic, chat, completions, health, models, responses, tokens
+from router.http.endpoints import EndpointGroup, HttpContext
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.load_check import LoadCheck
 from router.http.middleware import RequestMiddleware
@@ -35,7 +34,6 @@ _GROUPS: Sequence[EndpointGroup] = (
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     health.ENDPOINTS,
-    scraping.ENDPOINTS,
 )
 """The endpoints. A new group needs a line here."""
 

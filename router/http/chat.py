@@ -10,15 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.request.answer import CandidateOutput, ChatDelta, TokenCounts, ToolCallDelta
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation, content_text
+from router.chat.chat_request import ChatRequest, Conversation, content_text
 from router.chat.output import ToolCall
 from router.chat_service import ChatService, WholeCandidate, whole_chat
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.chat_body import ChatBody
-from router.http.context import context_of
-from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, declared_responses
+from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, context_of, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs, num_logprob_bytes
 from router.http.params import request_id_of, timeout_of

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.sampling_params import MAX_LOGPROBS
-from router.chat.conversation import Conversation
+from router.chat.chat_request import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Integer, JsonObject, SamplingBody
 from router.http.fields import Fields

@@ -1,13 +1,20 @@
-"""`EndpointGroup`: endpoints that share a form of errors; their responses for OpenAPI."""
+"""`HttpContext` and `EndpointGroup`: what endpoints share; their responses for OpenAPI."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
+from starlette.requests import Request
 
+from baton.common.errors import UnavailableError
+from router.chat_service import ChatService
+from router.config.http import HttpConfig
 from router.http.errors import ErrorBody, openai_error
+from router.http.token_texts import TokenTexts
+from router.models import Model, Models
 
 __all__ = [
     "AUTHENTICATED_STATUSES",
@@ -15,9 +22,86 @@ __all__ = [
     "ERROR_RESPONSES",
     "STATUSES_WITHOUT_BODY",
     "EndpointGroup",
+    "HttpContext",
+    "context_of",
     "declared_responses",
     "json_object",
+    "max_model_len",
 ]
+
+_STATUSES: Mapping[int, str] = {
+    400: "The request is wrong; the message names the field, its value and the limit.",
+    401: "The request lacks a valid credential.",
+    403: "The client may not use the model.",
+    404: "The model does not exist.",
+    408: "The body did not arrive in time.",
+    409: "A running request has this request_id.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "Too many requests, or more than the client may use; see Retry-After.",
+    499: "The client has left.",
+    500: "A bug; the log has its cause under the request's id.",
+    503: "No replica can take the request now; see Retry-After.",
+    504: "The deadline passed.",
+}
+COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
+"""Fields of OpenAI's completions and answers to chats."""
+STATUSES_WITHOUT_BODY = (500, 503)
+"""Error statuses of endpoints without a body."""
+AUTHENTICATED_STATUSES = (401, 429, *STATUSES_WITHOUT_BODY)
+"""Error statuses of endpoints without a body that need an API key."""
+
+
+class HttpContext:
+    """The served models and the limits, for endpoints.
+
+    Args:
+        models: the served models.
+        config: the limits.
+        metrics: what Prometheus reads.
+        admits_reader: whether a reader with an authorization header may read them.
+
+    Attributes:
+        is_draining: whether the router takes no more connections, and waits for its requests.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        config: HttpConfig,
+        metrics: CollectorRegistry,
+        admits_reader: Callable[[str | None], bool],
+    ) -> None:
+        self.models = models
+        self.config = config
+        self.metrics = metrics
+        self.admits_reader = admits_reader
+        self.is_draining = False
+        self._token_texts: dict[str, TokenTexts] = {}
+        self._chats = {model.name: ChatService(model) for model in models}
+
+    def chat(self, model: Model) -> ChatService:
+        """The chat service of a model."""
+        return self._chats[model.name]
+
+    def token_texts(self, model: Model) -> TokenTexts:
+        """The texts of a model's tokens."""
+        if model.name not in self._token_texts:
+            self._token_texts[model.name] = TokenTexts(model.tokenizer)
+        return self._token_texts[model.name]
+
+
+def context_of(request: Request) -> HttpContext:
+    """The context of the request's application."""
+    return cast("HttpContext", request.app.state.context)
+
+
+def max_model_len(model: Model) -> int | None:
+    """The model's context length; None while no replica is connected."""
+    try:
+        return model.fleet.require_model()[1].max_model_len
+    except UnavailableError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +134,10 @@ class ErrorResponse(BaseModel):
     error: ErrorInfo
 
 
-_STATUSES: Mapping[int, str] = {
-    400: "The request is wrong; the message names the field, its value and the limit.",
-    401: "The request lacks a valid credential.",
-    403: "The client may not use the model.",
-    404: "The model does not exist.",
-    408: "The body did not arrive in time.",
-    409: "A running request has this request_id.",
-    413: "The body is too large.",
-    415: "The body is not application/json.",
-    429: "Too many requests, or more than the client may use; see Retry-After.",
-    499: "The client has left.",
-    500: "A bug; the log has its cause under the request's id.",
-    503: "No replica can take the request now; see Retry-After.",
-    504: "The deadline passed.",
-}
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": ErrorResponse} for status, text in _STATUSES.items()
 }
 """The errors of the endpoints that take a body, for the OpenAPI document."""
-COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
-"""Fields of OpenAI's completions and answers to chats."""
-STATUSES_WITHOUT_BODY = (500, 503)
-"""Error statuses of endpoints without a body."""
-AUTHENTICATED_STATUSES = (401, 429, *STATUSES_WITHOUT_BODY)
-"""Error statuses of endpoints without a body that need an API key."""
 
 
 def declared_responses(

@@ -1,7 +1,7 @@
-"""Errors as HTTP answers.
+"""Errors as HTTP answers, in the shapes of OpenAI's and of Anthropic's API.
 
 Every error becomes a `Problem`: a status and the parts of a body. The body's shape depends on
-the protocol: `openai_error` here, others beside their protocols. The cause of a bug is logged
+the protocol: `openai_error` or `anthropic_error`. The cause of a bug is logged
 with the request's id; the client gets the id alone.
 """
 
@@ -11,17 +11,28 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from baton.common.errors import BatonError, PromptTooLongError
+from baton.common.errors import BatonError, InvalidArgumentError, PromptTooLongError
 from baton.common.short_texts import cut_bytes, short_repr
 from router.http.json_bytes import json_response
 
-__all__ = ["ErrorBody", "Problem", "error_response", "http_problem", "openai_error", "problem_of"]
+__all__ = [
+    "AnthropicErrorResponse",
+    "ErrorBody",
+    "Problem",
+    "ThreadUnsupportedError",
+    "anthropic_error",
+    "error_response",
+    "http_problem",
+    "openai_error",
+    "problem_of",
+]
 
 _LOGGER = logging.getLogger("baton.http")
 
@@ -29,6 +40,49 @@ INVALID_REQUEST = "invalid_request_error"
 _RETRY_AFTER_S = "1"
 _MAX_MESSAGE_BYTES = 2000
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
+    "INVALID_ARGUMENT": (400, INVALID_REQUEST, None),
+    "FAILED_PRECONDITION": (400, INVALID_REQUEST, None),
+    "UNAUTHENTICATED": (401, INVALID_REQUEST, "invalid_api_key"),
+    "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
+    "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
+    "ALREADY_EXISTS": (409, INVALID_REQUEST, "request_id_in_use"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "UNAVAILABLE": (503, "server_error", "service_unavailable"),
+    "ABORTED": (503, "server_error", "aborted"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
+    "CANCELLED": (499, INVALID_REQUEST, "cancelled"),
+}
+"""Status, type and code by the code of a `BatonError`; the other codes are bugs."""
+_OF_STATUS: Mapping[int, tuple[str, str | None]] = {
+    404: ("there is no such path", "unknown_url"),
+    405: ("the path does not allow this method", "method_not_supported"),
+}
+_RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
+# The official clients would send the request twice more: each time up to its deadline, to lose
+# further replicas, or to meet the same bug or the same running request.
+_NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
+_HEADERS: Mapping[str, Mapping[str, str]] = {
+    "UNAUTHENTICATED": MappingProxyType({"WWW-Authenticate": "Bearer"}),
+    "RESOURCE_EXHAUSTED": _RETRY,
+    "UNAVAILABLE": _RETRY,
+    "ABORTED": _NO_RETRY,
+    "ALREADY_EXISTS": _NO_RETRY,
+    "DEADLINE_EXCEEDED": _NO_RETRY,
+}
+"""By the code of a `BatonError`."""
+_PROMPT_INDEX = re.compile(r"^prompts\[\d+\]\.")
+_BODY_FIELDS = {"text": "prompt", "token_ids": "prompt", "prompts": "prompt", "chat": "messages"}
+"""Fields of the body by those of the pipeline's message that hold them."""
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,42 +129,6 @@ def openai_error(problem: Problem) -> dict[str, Any]:
 def error_response(problem: Problem, error_body: ErrorBody) -> Response:
     """The response to a request that failed, in the shape of its protocol."""
     return json_response(error_body(problem), problem.status, problem.headers)
-
-
-_OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
-    "INVALID_ARGUMENT": (400, INVALID_REQUEST, None),
-    "FAILED_PRECONDITION": (400, INVALID_REQUEST, None),
-    "UNAUTHENTICATED": (401, INVALID_REQUEST, "invalid_api_key"),
-    "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
-    "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
-    "ALREADY_EXISTS": (409, INVALID_REQUEST, "request_id_in_use"),
-    "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
-    "UNAVAILABLE": (503, "server_error", "service_unavailable"),
-    "ABORTED": (503, "server_error", "aborted"),
-    "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
-    "CANCELLED": (499, INVALID_REQUEST, "cancelled"),
-}
-"""Status, type and code by the code of a `BatonError`; the other codes are bugs."""
-_OF_STATUS: Mapping[int, tuple[str, str | None]] = {
-    404: ("there is no such path", "unknown_url"),
-    405: ("the path does not allow this method", "method_not_supported"),
-}
-_RETRY: Mapping[str, str] = MappingProxyType({"Retry-After": _RETRY_AFTER_S})
-# The official clients would send the request twice more: each time up to its deadline, to lose
-# further replicas, or to meet the same bug or the same running request.
-_NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
-_HEADERS: Mapping[str, Mapping[str, str]] = {
-    "UNAUTHENTICATED": MappingProxyType({"WWW-Authenticate": "Bearer"}),
-    "RESOURCE_EXHAUSTED": _RETRY,
-    "UNAVAILABLE": _RETRY,
-    "ABORTED": _NO_RETRY,
-    "ALREADY_EXISTS": _NO_RETRY,
-    "DEADLINE_EXCEEDED": _NO_RETRY,
-}
-"""By the code of a `BatonError`."""
-_PROMPT_INDEX = re.compile(r"^prompts\[\d+\]\.")
-_BODY_FIELDS = {"text": "prompt", "token_ids": "prompt", "prompts": "prompt", "chat": "messages"}
-"""Fields of the body by those of the pipeline's message that hold them."""
 
 
 def problem_of(error: BaseException, request_id: str) -> Problem:
@@ -202,3 +220,57 @@ def _of_validation_error(error: RequestValidationError) -> Problem:
     if first["type"] != "missing":
         message += f"; it is {short_repr(first['input'])}"
     return Problem(status=400, message=message, param=param)
+
+
+class ThreadUnsupportedError(InvalidArgumentError):
+    """The request wants the server to keep the conversation. Anthropic's client knows the details
+    of this error, and then sends the whole conversation.
+    """
+
+
+class AnthropicErrorInfo(BaseModel):
+    """The type and the message of an error."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorResponse(BaseModel):
+    """An error in the shape of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+    request_id: str | None
+
+
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    """The body that Anthropic's API has; in a stream, the event `error`."""
+    otherwise = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = _ANTHROPIC_KINDS.get(problem.status, otherwise)
+    return {
+        "type": "error",
+        "error": {
+            "type": kind,
+            "message": _anthropic_message(problem),
+            **_anthropic_details(problem),
+        },
+        "request_id": problem.request_id or None,
+    }
+
+
+def _anthropic_message(problem: Problem) -> str:
+    """The message; that of a prompt without room has the text of Anthropic's API, which clients
+    that shorten a conversation look for.
+    """
+    error = problem.cause
+    if not isinstance(error, PromptTooLongError):
+        return problem.message
+    most = error.max_total_tokens - 1
+    return f"prompt is too long: {error.num_tokens} tokens > {most} maximum ({error.message})"
+
+
+def _anthropic_details(problem: Problem) -> dict[str, Any]:
+    if not isinstance(problem.cause, ThreadUnsupportedError):
+        return {}
+    return {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}

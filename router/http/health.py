@@ -1,28 +1,33 @@
-"""Whether the process lives, and whether it can serve."""
+"""Whether the process lives, whether it can serve, and its metrics for Prometheus."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.version import __version__
-from router.http.context import context_of
 from router.http.endpoints import (
     AUTHENTICATED_STATUSES,
     STATUSES_WITHOUT_BODY,
     EndpointGroup,
+    context_of,
     declared_responses,
     json_object,
 )
 from router.http.json_bytes import json_response
 from router.models import Model
+from rpc.metrics_server import CHALLENGE
 
 __all__ = ["ENDPOINTS"]
 
 _READINESS = ("ready", "draining", "models")
 _ROUTER = APIRouter()
 ENDPOINTS = EndpointGroup(_ROUTER)
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 @_ROUTER.get(
@@ -75,3 +80,20 @@ def _state(model: Model) -> dict[str, Any]:
         "decode_replicas": len(fleet.decode.candidates),
         "prefill_replicas": len(fleet.prefill.candidates),
     }
+
+
+@_ROUTER.get(
+    "/metrics",
+    responses={
+        **declared_responses("The metrics.", errors=STATUSES_WITHOUT_BODY),
+        401: {"description": "The caller lacks the token for metrics."},
+        200: {"description": "The metrics, in Prometheus' text format.", "content": _TEXT},
+    },
+)
+async def metrics(request: Request) -> Response:
+    """Returns the router's metrics; docs/metrics.md lists them."""
+    context = context_of(request)
+    if not context.admits_reader(request.headers.get("authorization")):
+        return Response(status_code=401, headers={"WWW-Authenticate": CHALLENGE})
+    text = await asyncio.to_thread(generate_latest, context.metrics)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

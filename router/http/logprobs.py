@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.common.request.answer import TokenLogprobs
-from router.http.text_places import TextPlaces
-from router.http.token_texts import TokenTexts
+from router.http.token_texts import TextPlaces, TokenTexts
 
 __all__ = ["LegacyLogprobs", "chat_logprobs", "num_logprob_bytes", "prompt_logprobs"]
 

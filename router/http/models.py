@@ -9,13 +9,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.context import context_of, max_model_len
 from router.http.endpoints import (
     AUTHENTICATED_STATUSES,
     ERROR_RESPONSES,
     EndpointGroup,
+    context_of,
     declared_responses,
     json_object,
+    max_model_len,
 )
 from router.http.errors import Problem, error_response, openai_error
 from router.http.json_bytes import json_response

@@ -1,4 +1,4 @@
-"""From request bodies to the stated fields of `SamplingParams`."""
+"""From request bodies to the stated fields of `SamplingParams`; bodies that ask for one answer."""
 
 import time
 from typing import Any
@@ -7,10 +7,10 @@ from starlette.requests import Request
 
 from baton.common.errors import DeadlineExceededError, InvalidArgumentError
 from baton.common.request.structured_outputs import StructuredOutputs
-from router.http.bodies import SamplingBody, refuse_lacking
+from router.http.bodies import Array, JsonObject, SamplingBody, refuse_lacking
 from rpc.logs import CURRENT_CALL
 
-__all__ = ["request_id_of", "stated_fields", "timeout_of"]
+__all__ = ["AnswerBody", "request_id_of", "sampling_of", "stated_fields", "timeout_of"]
 
 _SAME_NAMES = (
     "temperature",
@@ -45,6 +45,8 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_HAVE_NO_PLACE = ("use_beam_search", "prompt_logprobs", "echo", "return_token_ids")
+_ONE_ANSWER = ("n", "best_of")
 
 
 def stated_fields(body: SamplingBody) -> dict[str, Any]:
@@ -133,3 +135,33 @@ def timeout_of(request: Request) -> float | None:
     if left_s <= 0:
         raise DeadlineExceededError(f"the request was not read within {timeout_s:g} s")
     return left_s
+
+
+class AnswerBody(SamplingBody):
+    """A request for one answer to a conversation, with vLLM's further fields.
+
+    Attributes:
+        chat_template_kwargs: further variables of the chat template.
+        documents: documents for templates that read them.
+    """
+
+    chat_template_kwargs: JsonObject | None = None
+    documents: Array[JsonObject] | None = None
+
+
+def sampling_of(body: AnswerBody) -> dict[str, Any]:
+    """Returns the stated sampling parameters.
+
+    Raises:
+        InvalidArgumentError: a field is set that Baton lacks, or for which the API's answers
+            have no place; names it.
+    """
+    for name in _ONE_ANSWER:
+        if getattr(body, name) not in (None, 1):
+            raise InvalidArgumentError.for_field(name, getattr(body, name), "1 in this API")
+    for name in _HAVE_NO_PLACE:
+        if getattr(body, name) not in (None, False):
+            raise InvalidArgumentError(
+                f"{name} is set, but answers of this API have no place for it"
+            )
+    return stated_fields(body)

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from baton.common.request.answer import CandidateOutput
 from router.http.answering import stream_response, whole_response
 from router.http.body_route import BodyRoute, convert_body
-from router.http.context import context_of
-from router.http.endpoints import EndpointGroup, declared_responses
+from router.http.endpoints import EndpointGroup, context_of, declared_responses
 from router.http.json_bytes import json_response
 from router.http.logprobs import chat_logprobs
 from router.http.params import request_id_of, timeout_of

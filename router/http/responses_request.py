@@ -10,12 +10,11 @@ from pydantic import Field
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
 from baton.common.request.structured_outputs import StructuredOutputs
-from router.chat.chat_request import ChatRequest
-from router.chat.conversation import Conversation
+from router.chat.chat_request import ChatRequest, Conversation
 from router.chat.messages import conversation_of
-from router.http.answer_body import AnswerBody, sampling_of
 from router.http.bodies import Array, FewEntries, Integer, JsonObject
 from router.http.fields import Fields
+from router.http.params import AnswerBody, sampling_of
 from router.http.responses_input import messages_of_input
 from router.http.responses_tools import ClientTool, Tools, tools_of
 

@@ -23,8 +23,7 @@ from baton.common.errors import ConfigurationError
 from router.config.http import HttpConfig
 from router.http.acceptor import Acceptor
 from router.http.connection import LimitedProtocol, limited_protocol
-from rpc.listeners import open_listeners
-from rpc.port_file import write_port_file
+from rpc.listeners import open_listeners, write_port_file
 
 __all__ = ["HttpServer"]
 

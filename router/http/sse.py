@@ -15,8 +15,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
 
-from baton.common.errors import DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.common.reasons import Reason
+from baton.common.errors import (
+    DeadlineExceededError,
+    Reason,
+    RequestCancelledError,
+    UnavailableError,
+)
 from router.http.errors import Problem, openai_error, problem_of
 from router.http.json_bytes import event
 

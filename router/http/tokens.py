@@ -5,12 +5,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.errors import InvalidArgumentError
-from router.chat.conversation import Conversation
+from router.chat.chat_request import Conversation
 from router.chat.messages import conversation_of
 from router.http.bodies import Array, Body, JsonObject, TokenIds
 from router.http.body_route import BodyRoute, convert_body
-from router.http.context import context_of, max_model_len
-from router.http.endpoints import EndpointGroup, declared_responses
+from router.http.endpoints import EndpointGroup, context_of, declared_responses, max_model_len
 from router.http.json_bytes import json_response
 from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,

@@ -9,7 +9,7 @@ from baton.common.observe.traceparent import TraceContext
 from router.observe.activity import Activity
 from router.observe.metrics import RouterMetrics
 from router.observe.request_record import RequestRecord
-from router.observe.request_spans import spans_of
+from router.observe.request_timeline import spans_of
 from rpc.logs import CURRENT_CALL, CallInfo
 from rpc.tracing import Tracer
 

@@ -3,8 +3,7 @@
 The router and `LLM` use it.
 """
 
-from baton.common.errors import ConfigurationError, FailedPreconditionError
-from baton.common.reasons import Reason
+from baton.common.errors import ConfigurationError, FailedPreconditionError, Reason
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.requests.tokenizer import Tokenizer

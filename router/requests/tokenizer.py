@@ -9,8 +9,7 @@ import tokenizers
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.model_files.files import open_model_files
-from baton.common.model_files.token_texts import byte_level_bytes, without_marks
-from baton.common.model_files.tokenizer_steps import step_types
+from baton.common.model_files.tokenizer_steps import byte_level_bytes, step_types, without_marks
 from baton.common.request.json_text import utf8_of
 
 __all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]

@@ -10,8 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from baton.common.errors import ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import Reason, ResourceExhaustedError
 
 __all__ = ["Backlog", "Place"]
 

@@ -1,7 +1,7 @@
 """Steps 6 to 8: tokens from the decode tier, even if replicas are lost.
 
 A request whose replica is lost continues on another one from the prompt and all
-tokens so far (`router.stages.progress`), with the same seed, so that no token is lost or
+tokens so far (`router.stages.continuation`), with the same seed, so that no token is lost or
 repeated. A replica that refuses a request, or fails on it, is not tried again, except if
 it had no room; a second failure ends the request. A request that lost its replica, found
 none with room or has tokens already waits for a replica that takes it.
@@ -15,24 +15,23 @@ from baton.common.errors import (
     BatonError,
     FailedPreconditionError,
     InternalError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.common.reasons import Reason
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
-from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
 from router.fleet.policy import PrefixIndex, pick_decode
 from router.fleet.replica import Capacity, without_ejected
+from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
-from router.stages.held_handoff import HeldHandoff
-from router.stages.progress import Progress
+from router.stages.continuation import HeldHandoff, Progress
 from router.stages.setbacks import Setbacks
 
 __all__ = ["DecodeStage"]

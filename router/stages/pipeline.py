@@ -16,15 +16,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from baton.common.errors import InvalidArgumentError
+from baton.common.errors import BatonError, InvalidArgumentError
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
-from router.fleet.decode_replica import DecodeReplica
 from router.fleet.fleet import Fleet
 from router.fleet.policy import PrefixIndex, wants_remote_prefill
+from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.requests.pace import Pace
@@ -34,14 +34,63 @@ from router.requests.validation import validate_request
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
+from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
-from router.stages.held_handoff import HeldHandoff
 from router.stages.prefill_stage import PrefillStage
-from router.stages.progress import Progress
-from router.stages.prompts import run_together
 from router.tenants.tenant import Tenant, tenant_of_call
 
 __all__ = ["Pipeline"]
+
+
+async def _run_together(
+    prompts: Sequence[AsyncGenerator[CandidateOutput, None]],
+) -> AsyncGenerator[CandidateOutput, None]:
+    """Yields the outputs of all prompts as they come, with the prompt's index.
+
+    While the caller handles one output, each prompt waits with its next one, into which its
+    new tokens are merged.
+
+    Args:
+        prompts: the outputs of each prompt; closed when the caller closes this generator.
+
+    Raises:
+        BatonError: the first error of a prompt, which ends all of them; names the prompt.
+    """
+    queue: asyncio.Queue[CandidateOutput | Exception | None] = asyncio.Queue(maxsize=1)
+    tasks = [asyncio.create_task(_run(i, prompt, queue)) for i, prompt in enumerate(prompts)]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            output = await queue.get()
+            if isinstance(output, Exception):
+                raise output
+            if output is None:
+                num_running -= 1
+            else:
+                yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(
+    index: int,
+    prompt: AsyncGenerator[CandidateOutput, None],
+    queue: "asyncio.Queue[CandidateOutput | Exception | None]",
+) -> None:
+    """Puts a prompt's outputs into the queue, then its error, or None."""
+    end: Exception | None = None
+    try:
+        async with aclosing(prompt) as outputs:
+            async for output in outputs:
+                output.prompt_index = index
+                await queue.put(output)
+    except BatonError as error:
+        end = error.within(f"prompts[{index}]")
+    except Exception as error:  # the caller logs it
+        end = error
+    await queue.put(end)
 
 
 class Pipeline:
@@ -258,6 +307,6 @@ async def _run_several(
 ) -> AsyncGenerator[CandidateOutput, None]:
     """Yields the outputs of the prompts of one call, each of which counts as a request."""
     with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
-        async with aclosing(run_together(prompts)) as outputs:
+        async with aclosing(_run_together(prompts)) as outputs:
             async for output in outputs:
                 yield output

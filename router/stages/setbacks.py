@@ -2,11 +2,16 @@
 
 import logging
 
-from baton.common.errors import AbortedError, BatonError, InternalError, ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import (
+    AbortedError,
+    BatonError,
+    InternalError,
+    Reason,
+    ResourceExhaustedError,
+)
 from baton.common.request.request_spec import RequestSpec
 from router.fleet.decode_connection import ReplicaLostError
-from router.fleet.decode_replica import DecodeReplica
+from router.fleet.tier_replicas import DecodeReplica
 
 __all__ = ["Setbacks"]
 

@@ -1,18 +1,23 @@
-"""`Tenants`: finds the tenant that a call's credentials belong to."""
+"""`Tenants`: finds the tenant of a call's credentials. `TenantsFile`: the policies in a file."""
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
-from baton.common.errors import PermissionDeniedError, UnauthenticatedError
+from baton.common.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
+from baton.common.security.tokens import hash_of_key
 from baton.common.security.watched_files import WatchedFiles
-from router.config.tenants import TenantPolicy, TenantsConfig
-from router.tenants.file import KeyTable, TenantsFile, read_tenants
+from router.config.entries import read_entries
+from router.config.tenants import DEFAULTS_NAME, TenantPolicy, TenantsConfig
 from router.tenants.jwt_tokens import JwtVerifier
 from router.tenants.tenant import OPEN_TENANT, Clock, CountRefusal, Tenant, count_nothing
 
-__all__ = ["Tenants", "credentials_of"]
+__all__ = ["KeyTable", "Tenants", "TenantsFile", "credentials_of", "read_tenants"]
 
 FLAG_TENANT = "default"
 """The tenant of the keys of `--api-key`. No token can name it."""
@@ -21,6 +26,72 @@ _MAX_CREDENTIAL_CHARS = 8192
 _CHECK_INTERVAL_S = 0.25
 _MAX_TENANTS = 10_000
 """Tenants that nothing counts against are forgotten beyond this number."""
+_UNLIMITED = TenantPolicy(name="unlimited")
+
+
+class KeyTable:
+    """Names by hashes of keys.
+
+    A look-up takes the same time for all keys: it compares digests that are made with a random
+    key of this process, so that no time says how much of a hash fits.
+
+    Args:
+        names: by hash of a key.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._names = {self._digest(one): name for one, name in names.items()}
+
+    def find(self, key: str) -> str | None:
+        """Returns the name that belongs to a key; None if there is none."""
+        return self._names.get(self._digest(hash_of_key(key)))
+
+    def _digest(self, hashed: str) -> bytes:
+        return hmac.digest(self._secret, hashed.encode(), hashlib.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsFile:
+    """The content of a file of tenants.
+
+    Attributes:
+        policies: by tenant's name.
+        keys: finds a tenant's name.
+    """
+
+    policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
+    keys: KeyTable = field(default_factory=lambda: KeyTable({}))
+
+    def policy_of(self, name: str) -> TenantPolicy | None:
+        """The entry of a tenant, or the one for all others; None if there is none."""
+        return self.policies.get(name) or self.policies.get(DEFAULTS_NAME)
+
+
+def read_tenants(path: str) -> TenantsFile:
+    """Reads a file of tenants.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is bad; names the entry. Keys are not
+            shown.
+    """
+    policies = read_entries("--tenants", path, TenantPolicy)
+    by_name = {policy.name: policy for policy in policies}
+    if len(by_name) < len(policies):
+        raise ConfigurationError(f"--tenants {path}: two entries have the same name")
+    return TenantsFile(by_name, KeyTable(_names_of_keys(path, policies)))
+
+
+def _names_of_keys(path: str, policies: Iterable[TenantPolicy]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for policy in policies:
+        for key in policy.keys:
+            other = names.setdefault(key, policy.name)
+            if other != policy.name:
+                raise ConfigurationError(
+                    f"--tenants {path}: {other!r} and {policy.name!r} have the same key"
+                )
+    return names
 
 
 class Tenants:
@@ -126,9 +197,6 @@ class Tenants:
             used = {name: one for name, one in self._tenants.items() if not one.is_unused}
             self._tenants = used
             self._most_tenants = max(_MAX_TENANTS, 2 * len(used))
-
-
-_UNLIMITED = TenantPolicy(name="unlimited")
 
 
 def credentials_of(authorization: str | None, api_key: str | None) -> Sequence[str]:

@@ -15,7 +15,7 @@ import torch
 
 from baton import AsyncClient, SamplingParams
 from baton.common.errors import BatonError, UnavailableError
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from baton.common.request.results import CompletionChunk
 from tests.support.checkpoints import prompt_of, reference_greedy
 from tests.support.containers import IMAGE, RANK_1, ROUTER_2, ComposeProject, run_program

@@ -18,7 +18,7 @@ from baton.common.security.config import CredentialsConfig
 from router.config import discovery as discovery_module
 from router.config.discovery import Discovery
 from router.config.security import RouterSecurityConfig, WorkerTlsConfig
-from rpc.cluster_calls import cluster_access, open_cluster_channel
+from rpc.server_access import cluster_access, open_cluster_channel
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import Changes, FakeDecode, FakePrefill, running_workers
 from tests.support.replica_sets import running_set

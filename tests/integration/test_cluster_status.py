@@ -9,7 +9,7 @@ from baton.cli import main
 from baton.common.security.config import CredentialsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from router.config.security import RouterSecurityConfig
-from router.fleet import breaker
+from router.fleet import replica_health
 from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import request, running_router, script_of
 
@@ -64,7 +64,7 @@ async def test_a_draining_replica():
 
 
 async def test_an_ejected_replica(monkeypatch):
-    monkeypatch.setattr(breaker, "_FIRST_COOLDOWN_S", 60)
+    monkeypatch.setattr(replica_health, "_FIRST_COOLDOWN_S", 60)
     decode = FakeDecode(SCRIPT)
     async with running_workers(decode), running_router(decode) as router:
         (replica,) = router.fleet.decode.connected

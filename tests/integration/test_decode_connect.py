@@ -11,7 +11,7 @@ import pytest
 from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
-from decode_service.router_session import RouterSession
+from decode_service.servicer import RouterSession
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, EngineOutput, FinishReason, Role
 from kvstore.codec import DIGEST_SCHEME

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from baton.doctor import Level
-from baton.doctor.stores import check_store
+from baton.doctor.connectors import check_store
 from kvstore.conformance.objects import filled, random_keys
 from kvstore.registry import open_store
 from tests.support.redis_deployments import ask

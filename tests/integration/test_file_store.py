@@ -19,7 +19,7 @@ from baton.common.errors import ConfigurationError
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreFullError, StoreUnavailableError
-from kvstore.stores import files, opening, space_bound
+from kvstore.stores import bounded_space, files, opening
 from kvstore.stores.file import folder_space
 from kvstore.stores.file import store as file_store
 from tests.support.store_folder import object_path, used_bytes
@@ -700,7 +700,7 @@ def test_the_bound_is_logged_when_it_is_found_and_when_it_has_changed(folder, mo
         return shutil._ntuple_diskusage(1 << 30, 10 << 20, free[0])
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(space_bound, "_UPDATE_S", 0)
+    monkeypatch.setattr(bounded_space, "_UPDATE_S", 0)
     with caplog.at_level("INFO", "baton.kvstore"), opened(folder) as store:
         for free[0] in (100 << 20, 110 << 20, 30 << 20):
             store.put(random_keys(1), [filled(1, 100)])

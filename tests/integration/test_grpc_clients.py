@@ -15,7 +15,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from baton.v1 import generation_pb2_grpc
 from tests.support.cluster import WORKER_CALL, Cluster, running_cluster
 from tests.support.grpc_clients.answers import CASES, Candidate, candidates_of, stop_request

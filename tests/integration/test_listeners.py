@@ -11,9 +11,8 @@ import pytest
 from baton.common.addresses import join_host_port
 from router.config.http import HttpConfig
 from rpc.listeners import open_listeners
-from rpc.metrics_config import MetricsConfig
 from rpc.probe import check_health
-from rpc.server_config import ServerConfig
+from rpc.server_config import MetricsConfig, ServerConfig
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.ports import reserved_port
 from tests.support.running_router import running_router

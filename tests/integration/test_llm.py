@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from baton import LLM, SamplingParams, StructuredOutputs
 from baton.common.errors import ConfigurationError, FailedPreconditionError, InvalidArgumentError
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from baton.common.request.prompts import parse_prompts
 from engine.draw_params import candidate_seed
 from engine.speculation.drafts import Drafts

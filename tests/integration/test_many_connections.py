@@ -13,7 +13,7 @@ import pytest
 from router.config.http import HttpConfig
 from router.http import acceptor
 from router.server import connection_limits
-from rpc import channels, descriptors
+from rpc import channels, process_limits
 from rpc.server import RpcServer
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig
@@ -93,7 +93,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_both_doors_share_the_open_files_of_the_process(limit: int, http: int, grpc: int):
     config = router_config_of({"model": "a", "decode": ("a:1",), "http": HttpConfig()})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(descriptors.resource, "getrlimit", lambda kind: (limit, limit))
+        patched.setattr(process_limits.resource, "getrlimit", lambda kind: (limit, limit))
         assert connection_limits(config) == (http, grpc)
         assert sum(connection_limits(config)) < limit
 
@@ -179,7 +179,7 @@ async def idle_client(port: int, number: int) -> AsyncIterator[None]:
 async def test_idle_connections_leave_room_for_others(
     protocol: str, limit: int, number: int, caplog
 ):
-    descriptors.raise_descriptor_limit()
+    process_limits.raise_descriptor_limit()
     # Tests before this one may have left files open in this process, which has the client, too.
     limit = min(limit + num_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     with descriptor_limit(limit):

@@ -22,10 +22,9 @@ from engine.metrics.counts import EngineMetrics
 from engine.metrics.export import EngineDescription, EngineExport
 from engine.request import EngineLoad
 from kvstore.guard.metrics import KvMetrics
-from rpc.metrics_access import MetricsAccess
-from rpc.metrics_config import MetricsConfig
-from rpc.metrics_server import serving_metrics
+from rpc.metrics_server import MetricsAccess, serving_metrics
 from rpc.process_metrics import ProcessMetrics
+from rpc.server_config import MetricsConfig
 from tests.support.certificates import Authority, write_files
 
 TOKEN = "cluster-token-of-these-tests"

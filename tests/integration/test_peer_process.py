@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from benchmarks.peers import peer_process
 from benchmarks.peers.catalogue import Setting, launch_of
 from benchmarks.peers.peer_messages import PeerError

@@ -16,7 +16,7 @@ from engine.request import EngineOutput, EngineRequest
 from engine.runtime.ranks.processes import RankProcesses
 from kernels.library.commands import library
 from kernels.ranks import RanksLostError
-from kvstore.peer.holders import holders_of
+from kvstore.peer.address import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import SplitRun, build_core, hand_over, tokens_of
 from tests.support.requests import engine_request

@@ -20,7 +20,7 @@ from engine.runtime.ranks import meeting
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.place import RankPlace
 from kernels.ranks import RanksLostError
-from kvstore.peer.holders import holders_of
+from kvstore.peer.address import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.ports import reserved_port
 from tests.support.rank_hosts import (

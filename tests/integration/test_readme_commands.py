@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from tests.support.bare_machine import bare_machine, has_make
 from tests.support.containers import ROOT, NoContainersError, container_engine
 

@@ -8,7 +8,7 @@ import pytest
 from redis.crc import key_slot
 
 from baton.doctor import Level
-from baton.doctor.stores import check_store
+from baton.doctor.connectors import check_store
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, PartlyUnavailableError, StoreUnavailableError

@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 import pytest
 
 from baton.doctor import Level
-from baton.doctor.stores import check_store
+from baton.doctor.connectors import check_store
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.redis import allowances
+from kvstore.stores.redis import diagnosis
 from kvstore.stores.redis.objects import object_name
 from tests.support.ports import reserved_port
 from tests.support.redis_deployments import acl_rules, ask, make_certificate
@@ -57,7 +57,7 @@ _NO_WRITES = {
 )
 def test_what_a_server_without_writes_holds_is_read(tmp_path, monkeypatch, caplog, refusal):
     caplog.set_level(logging.INFO, "baton.kvstore")
-    monkeypatch.setattr(allowances, "_RETRY_S", 0.0)
+    monkeypatch.setattr(diagnosis, "_RETRY_S", 0.0)
     stop_writes, allow_writes = _NO_WRITES[refusal]
     keys = random_keys(len(_SIZES))
     with (

@@ -7,11 +7,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.common.errors import ResourceExhaustedError
-from baton.common.reasons import Reason
+from baton.common.errors import Reason, ResourceExhaustedError
 from router.http.errors import problem_of
-from rpc.error_details import DOMAIN
-from rpc.errors import from_rpc_error
+from rpc.errors import DOMAIN, from_rpc_error
 from tests.support.fake_workers import MODEL, FakeDecode
 from tests.support.refusals import REFUSALS, SCRIPT, router_of
 from tests.support.running_http import running_http

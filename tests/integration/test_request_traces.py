@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import rpc.tracing
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
-from router.observe.request_stages import stages_of
+from router.observe.request_timeline import stages_of
 from rpc.tracing import TracingConfig
 from tests.support.fake_workers import Changes
 from tests.support.running_router import request

@@ -18,9 +18,8 @@ from router.fleet.policy import PrefixIndex
 from router.generation_wire import request_from_proto
 from router.observe.request_record import RequestRecord
 from router.requests.request import prepare_request
+from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
-from router.stages.held_handoff import HeldHandoff
-from router.stages.progress import Progress
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,

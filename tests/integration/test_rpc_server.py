@@ -20,9 +20,9 @@ from baton.common.errors import (
     ConfigurationError,
     InternalError,
     NotFoundError,
+    Reason,
     ResourceExhaustedError,
 )
-from baton.common.reasons import Reason
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.request import Role
 from rpc.channels import open_channel

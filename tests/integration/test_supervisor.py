@@ -17,9 +17,8 @@ import pytest
 from baton.common.errors import DeadlineExceededError, UnavailableError
 from baton.up.cluster import start_server, stop_on_signal
 from baton.up.plan import Server
-from worker.processes.restarts import RestartPolicy
 from worker.processes.spawn import ProcessSpec, RunningProcess, spawn_here
-from worker.processes.supervisor import SupervisedProcess
+from worker.processes.supervisor import RestartPolicy, SupervisedProcess
 
 DEADLINE_S = 30
 PATIENT = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_grace_s=DEADLINE_S)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.groups.draft_state import SEPARATOR, TokenHistory
+from engine.groups.states import SEPARATOR, TokenHistory
 from engine.speculation.lookup import AnswerLookup, SequenceLookup, make_proposer
 from engine.speculative_config import SpeculativeConfig
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from tests.support.kernel_checks import IS_NATIVE
 
 _PUNCTUATION = str.maketrans("", "", '{}[]:,"')

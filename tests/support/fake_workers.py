@@ -25,9 +25,9 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc.cluster_calls import cluster_access
 from rpc.errors import to_worker_error
 from rpc.server import RpcServer
+from rpc.server_access import cluster_access
 from rpc.server_config import ServerConfig
 from rpc.worker import WorkerServicer
 from tests.support.fake_candidates import (

@@ -8,7 +8,7 @@ import anthropic
 import httpx2
 import openai
 
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from tests.support.cluster import Cluster, running_cluster
 
 MODEL = "tiny"

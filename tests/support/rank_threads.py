@@ -11,7 +11,7 @@ from engine.runtime.ranks import nccl
 from engine.runtime.ranks.loop import compute_batches
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.rank_transfers import RankTransfers
-from engine.runtime.ranks.started import StartedRanks
+from engine.runtime.ranks.started_ranks import StartedRanks
 from kernels.ranks import EngineRanks, GroupEndedError, RanksLostError
 from tests.support.fake_nccl import FakeNccl
 

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
-from rpc.cluster_calls import cluster_access
 from rpc.server import RpcServer
+from rpc.server_access import cluster_access
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import FakeDecode
 from tests.support.ports import reserved_port

@@ -8,7 +8,7 @@ from typing import Any
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
-from baton.common.security.api_keys import hash_of_key, new_key
+from baton.common.security.tokens import hash_of_key, new_key
 
 KEY, OTHER_KEY = new_key(), new_key()
 ISSUER, AUDIENCE = "https://issuer.example", "baton"

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.runtime.steps.device_stage_steps import DeviceStageSteps
 from engine.runtime.steps.device_steps import DeviceSteps
+from engine.runtime.steps.stage_steps import DeviceStageSteps
 from engine.runtime.steps.steps import StepModel
 from kernels.recorded_step import RecordedStep
 

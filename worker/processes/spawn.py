@@ -1,17 +1,19 @@
-"""Processes to run as children, and those that run."""
+"""Processes to run as children, among them workers, and those that run."""
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.common.container_limits import EndWatch
-from baton.common.flags.sources import without_flag_variables
+from baton.common.flags.config_flags import flags_of_config
+from baton.common.flags.sources import variable_of, without_flag_variables
+from engine.config import EngineConfig
 
-__all__ = ["LocalProcess", "ProcessSpec", "RunningProcess", "Spawn", "spawn_here"]
+__all__ = ["LocalProcess", "ProcessSpec", "RunningProcess", "Spawn", "spawn_here", "worker_spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +152,27 @@ async def _start(spec: ProcessSpec, output: int) -> asyncio.subprocess.Process:
         # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
         start_new_session=True,
     )
+
+
+def worker_spec(
+    tier: str,
+    number: int,
+    engine: EngineConfig,
+    flags: Iterable[str],
+    environment: Mapping[str, str],
+) -> ProcessSpec:
+    """Returns the process of a worker.
+
+    Args:
+        tier: prefill or decode.
+        number: the worker's number in its tier.
+        engine: config of its engine.
+        flags: its other flags, among them the address to listen on.
+        environment: variables with the cluster's secrets.
+    """
+    omitted, variables = set[str](), dict(environment)
+    if engine.kv_connector is not None:  # any URL may have a password, which ps would show
+        omitted.add("kv_connector")
+        variables[variable_of("kv-connector")] = engine.kv_connector
+    arguments = (*flags_of_config(engine, omit=omitted), *flags)
+    return ProcessSpec(f"{tier}-{number}", f"worker.{tier}", arguments, variables)

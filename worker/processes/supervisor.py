@@ -1,15 +1,15 @@
-"""`SupervisedProcess`: one child process, restarted when it dies until `stop` is called."""
+"""`SupervisedProcess`: a child process, restarted after `RestartDelays` until `stop` is called."""
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from baton.common.errors import ConfigurationError, UnavailableError
-from worker.processes.restarts import RestartDelays, RestartPolicy
 from worker.processes.spawn import ProcessSpec, RunningProcess, Spawn, spawn_here
 
-__all__ = ["SupervisedProcess", "WaitServing"]
+__all__ = ["RestartDelays", "RestartPolicy", "SupervisedProcess"]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -17,9 +17,60 @@ _REDRAW_INTERVAL_S = 5.0
 """Time between two lines about a progress bar, which a process draws many times a second."""
 _LAST_OUTPUT_S = 1.0
 """Time to read the output of a process that has ended: children may keep it open."""
-
-WaitServing = Callable[[], Coroutine[Any, Any, None]]
+_WaitServing = Callable[[], Coroutine[Any, Any, None]]
 """Waits until the process that was started last is serving."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """The delays before restarts, and the time a process may take to stop.
+
+    A process that served before it died starts again at once, `max_restarts_at_once` times in a
+    row and in the long run once every `restart_interval_s`. For one that dies before it serves,
+    the delay doubles from `first_delay_s` to `max_delay_s`, until a start succeeds.
+    """
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+    max_restarts_at_once: int = 5
+    restart_interval_s: float = 2.0
+    stop_grace_s: float = 10.0
+
+
+class RestartDelays:
+    """The delays of one process.
+
+    Args:
+        policy: their lengths.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._delay_s = policy.first_delay_s
+        self._restarts_left = float(policy.max_restarts_at_once)
+        self._counted_at = clock()
+
+    def next_s(self, *, has_served: bool) -> float:
+        """Returns the delay before the next start.
+
+        Args:
+            has_served: whether the process was serving before it died.
+        """
+        if has_served:
+            self._delay_s = self._policy.first_delay_s
+            return self._take_restart()
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, self._policy.max_delay_s)
+        return delay_s
+
+    def _take_restart(self) -> float:
+        """Takes a restart out of a token bucket; returns the time until the bucket has it."""
+        policy, now = self._policy, self._clock()
+        gained = (now - self._counted_at) / policy.restart_interval_s
+        self._counted_at = now
+        self._restarts_left = min(self._restarts_left + gained, policy.max_restarts_at_once) - 1
+        return max(0.0, -self._restarts_left * policy.restart_interval_s)
 
 
 class SupervisedProcess:
@@ -58,7 +109,7 @@ class SupervisedProcess:
         self._stopping = asyncio.Event()
         self._process: RunningProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._wait_serving: WaitServing | None = None
+        self._wait_serving: _WaitServing | None = None
         self._has_served = False  # the process that was started last
         self._wait_ended = asyncio.Event()  # at least one wait for a serving process has ended
         self._serving_error: Exception | None = None
@@ -70,7 +121,7 @@ class SupervisedProcess:
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
         return self._keeper
 
-    async def start_until(self, wait_serving: WaitServing) -> None:
+    async def start_until(self, wait_serving: _WaitServing) -> None:
         """Starts the process and its supervision; returns when it is serving.
 
         Args:

@@ -6,8 +6,7 @@ from typing import Any
 
 import httpx2
 
-from baton.cli.batch.input_file import BatchLine
-from baton.cli.batch.output_file import OutputFile
+from baton.cli.batch.files import BatchLine, OutputFile
 from baton.cli.openai_endpoint import JSON_HEADERS, unreachable
 
 __all__ = ["RequestSender"]

@@ -16,8 +16,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from baton.common.errors import ConfigurationError
-from baton.common.flags.sizes import format_byte_size
-from baton.common.flags.values import CollectTexts, byte_size, byte_size_with_unit, count, gibibytes
+from baton.common.flags.values import (
+    CollectTexts,
+    byte_size,
+    byte_size_with_unit,
+    count,
+    format_byte_size,
+    gibibytes,
+)
 
 __all__ = [
     "FlagInfo",

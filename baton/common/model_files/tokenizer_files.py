@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import UnreadableFileError, has_file, missing_files_error
-from baton.common.model_files.hub_names import split_revision
+from baton.common.model_files.named_models import split_revision
 from baton.common.model_files.tokenizer_settings import (
     described_tokens,
     extra_tokens,

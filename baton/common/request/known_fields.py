@@ -12,8 +12,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.common.errors import FailedPreconditionError, InvalidArgumentError
-from baton.common.reasons import Reason
+from baton.common.errors import FailedPreconditionError, InvalidArgumentError, Reason
 
 __all__ = ["check_known", "check_value"]
 

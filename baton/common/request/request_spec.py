@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from baton.common.errors import DeadlineExceededError
-from baton.common.reasons import Reason
+from baton.common.errors import DeadlineExceededError, Reason
 from baton.common.request.sampling_params import SamplingParams
 
 __all__ = [

@@ -17,7 +17,7 @@ import kernels
 from baton.common.errors import ConfigurationError
 from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
-from engine.models.eagle import Eagle3Head, EagleHead
+from engine.models.heads import Eagle3Head, EagleHead
 from engine.runner import ModelInfo
 from engine.runtime.device import to_device
 from engine.runtime.drafting.drafter import NO_ROWS, Drafter, Drawn, ProposalJob

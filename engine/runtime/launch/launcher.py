@@ -11,7 +11,9 @@ from engine.models.layers import CausalModel
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import ModelInfo, StepCosts
 from engine.runtime.device import resolve_device, used_bytes
-from engine.runtime.drafting.drafters import make_drafter
+from engine.runtime.drafting.draft_heads import EagleDrafter, MedusaDrafter
+from engine.runtime.drafting.draft_model import DraftModel
+from engine.runtime.drafting.drafter import Drafter
 from engine.runtime.draws.logits_processors import (
     AnyProcessor,
     ProcessorContext,
@@ -23,10 +25,9 @@ from engine.runtime.launch.pools import Pools
 from engine.runtime.launch.trial_steps import TrialSteps
 from engine.runtime.launch.worker_plan import plan_memory, start_threads
 from engine.runtime.rank_batches import check_same_engine
-from engine.runtime.steps.device_stage_steps import DeviceStageSteps
 from engine.runtime.steps.device_steps import DeviceSteps
 from engine.runtime.steps.host_steps import HostSteps
-from engine.runtime.steps.stage_steps import StageSteps
+from engine.runtime.steps.stage_steps import DeviceStageSteps, StageSteps
 from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
 from engine.runtime.weights.loader import LoadedModel, load_model
@@ -36,6 +37,39 @@ from kvstore.mover.pool_objects import view_blocks
 __all__ = ["LaunchedModel", "Launcher"]
 
 _MAX_MODEL_LEN = 2**26  # block tables have room for it; config.json may state any integer
+
+
+def _make_drafter(
+    config: EngineConfig,
+    served: LoadedModel,
+    info: ModelInfo,
+    device: torch.device,
+    *,
+    progress: bool,
+) -> Drafter | None:
+    """Loads the model or heads that draft tokens behind the served model's steps; None if none do.
+
+    Args:
+        config: the engine's flags.
+        served: the served model.
+        info: its properties.
+        device: of the served model.
+        progress: whether loading shows a progress bar.
+
+    Raises:
+        ConfigurationError: the checkpoint is invalid, or does not fit the served model.
+    """
+    speculative = config.speculative_config
+    if speculative is None or not speculative.has_model:
+        return None
+    name = speculative.model
+    assert name is not None, "such methods have a model"
+    if speculative.method == "medusa":
+        return MedusaDrafter(config, served, info, device, name)
+    if speculative.method in ("eagle", "eagle3"):
+        is_eagle3 = speculative.method == "eagle3"
+        return EagleDrafter(config, served, info, device, name, is_eagle3=is_eagle3)
+    return DraftModel(config, served, info, device, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +138,7 @@ class Launcher:
         self._layout = self._info.layout
         if ranks is not None:
             self._join(ranks)
-        self._drafter = make_drafter(
+        self._drafter = _make_drafter(
             config, self._loaded, self._info, self._device, progress=progress
         )
         self._processors = make_processors(

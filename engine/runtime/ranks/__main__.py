@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `engine.runtime.ranks.children` starts it."""
+"""The process of a rank other than 0: `engine.runtime.ranks.started_ranks` starts it."""
 
 import logging
 import os

@@ -18,13 +18,12 @@ from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
-from engine.runtime.ranks.children import RankChildren
-from engine.runtime.ranks.gloo import GlooRanks
+from engine.runtime.ranks.linked import GlooRanks
 from engine.runtime.ranks.meeting import END, Meeting, shut_down
 from engine.runtime.ranks.nccl import open_group
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import RankPlace
-from engine.runtime.ranks.started import StartedRanks
+from engine.runtime.ranks.started_ranks import RankChildren, StartedRanks
 from kernels.ranks import EngineRanks, RankGroup, RanksLostError
 
 __all__ = ["HostRanks", "HostTask", "check_gpus"]

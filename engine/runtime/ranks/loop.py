@@ -1,21 +1,68 @@
-"""The loop of a rank other than 0, which computes the batches that rank 0 sends."""
+"""The loop of a rank other than 0, which computes what rank 0 sends, and what it reports."""
 
 import logging
+import resource
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
+from engine.metrics.counts import RankReport
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.rank_batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
 from engine.runtime.ranks.rank_transfers import RankTransfers
-from engine.runtime.ranks.reports import Reporter
 from kernels.ranks import EngineRanks, GroupEndedError
 from kvstore.registry import open_connector
 
-__all__ = ["compute_batches", "follow"]
+__all__ = ["Reporter", "compute_batches", "follow"]
 
+_INTERVAL_S = 1.0
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = resource.getpagesize()
 _logger = logging.getLogger("baton.engine")
+
+
+class Reporter:
+    """Adds up a rank's times, and reports them after steps, once a second at most.
+
+    Args:
+        rank: number of the rank.
+        send: sends a report to rank 0.
+    """
+
+    def __init__(self, rank: int, send: Callable[[RankReport], None]) -> None:
+        self._rank, self._send = rank, send
+        self._changed_at = time.monotonic()
+        self._sent_at = self._changed_at - _INTERVAL_S
+        self._step_s = self._idle_s = 0.0
+
+    def step_begins(self) -> None:
+        """Notes that a batch has arrived."""
+        self._idle_s += self._since_change()
+
+    def step_ends(self) -> None:
+        """Notes that it is computed."""
+        self._step_s += self._since_change()
+        if self._changed_at - self._sent_at >= _INTERVAL_S:
+            self._sent_at = self._changed_at
+            times = self._step_s, self._idle_s, time.process_time()
+            self._send(RankReport(self._rank, *times, _resident_bytes()))
+
+    def _since_change(self) -> float:
+        before, self._changed_at = self._changed_at, time.monotonic()
+        return self._changed_at - before
+
+
+def _resident_bytes() -> int:
+    """Returns this process's memory; 0 if that cannot be read."""
+    try:
+        pages = _STATM.read_bytes().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * _PAGE_BYTES
 
 
 def compute_batches(

@@ -20,13 +20,12 @@ from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
-from engine.runtime.ranks.children import RankChildren
 from engine.runtime.ranks.hosts import HostRanks, check_gpus
 from engine.runtime.ranks.nccl import open_group
 from engine.runtime.ranks.pipeline import PipelineLinks, PipelineRanks
 from engine.runtime.ranks.place import place_of
 from engine.runtime.ranks.ray_ranks import RayRanks
-from engine.runtime.ranks.started import StartedRanks
+from engine.runtime.ranks.started_ranks import RankChildren, StartedRanks
 from kernels.library.commands import library
 from kernels.native.ranks import MAX_RANKS, SharedMemoryRanks
 from kernels.ranks import EngineRanks, RankGroup

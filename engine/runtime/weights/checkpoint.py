@@ -15,7 +15,7 @@ import xxhash
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import find_files, has_file, missing_files_error, unreadable
 from baton.common.model_files.files import CheckpointFolder, ModelFiles, local_model
-from baton.common.model_files.hub_names import split_revision
+from baton.common.model_files.named_models import split_revision
 
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
 

@@ -30,8 +30,7 @@ from engine.models.linear import PackedModule, TensorPart, WeightTarget
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
-from engine.runtime.weights.described_model import DescribedModel
-from engine.runtime.weights.eos_tokens import read_eos_token_ids
+from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
 from engine.runtime.weights.shared_weights import share_weights
 from engine.runtime.weights.stored_tensors import OpenFile, StoredTensors, open_safetensors
 from engine.runtime.weights.weight_upload import StoredTensor, locate_tensors, upload

@@ -38,8 +38,7 @@ from typing_extensions import override
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.base import StoreCounters
 from kvstore.stores.bounded_space import BoundedSpace
-from kvstore.stores.file.folder_clock import FolderClock
-from kvstore.stores.file.folder_listing import FoundObject, list_objects, list_unnamed
+from kvstore.stores.file.folder_listing import FolderClock, FoundObject, list_objects, list_unnamed
 from kvstore.stores.file.space_ledger import ReadOnlyLedger, SpaceLedger
 from kvstore.stores.files import create_locked, status_of, touch_if_allowed
 from kvstore.stores.folders import MadeFolders, why_not_private

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
-from kvstore.stores.file.folder_clock import FolderClock
+from kvstore.stores.file.folder_listing import FolderClock
 from kvstore.stores.files import FileLock, OutdatedFilesError
 
 __all__ = ["ReadOnlyLedger", "SpaceLedger"]

@@ -23,7 +23,7 @@ from typing_extensions import override
 from baton.common.machine_limits import is_in_memory
 from kvstore.store import GetStatus, KvObject, StoreCapabilities
 from kvstore.stores.base import SharedStore, StoreCounters, batches
-from kvstore.stores.file.folder_clock import FolderClock
+from kvstore.stores.file.folder_listing import FolderClock
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
 from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
 from kvstore.url import LIMIT_OPTIONS, StoreUrl, bound_in_memory

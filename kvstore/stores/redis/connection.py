@@ -24,10 +24,9 @@ from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnecti
 
 from baton.common.addresses import join_host_port
 from kvstore.store import KvObject
-from kvstore.stores.redis.addresses import AddressBook
-from kvstore.stores.redis.messages import describe, is_closed, is_timeout
-from kvstore.stores.redis.protocols import other_protocol
+from kvstore.stores.redis.messages import describe, is_closed, is_timeout, other_protocol
 from kvstore.stores.redis.reply import Reply, ReplyReader
+from kvstore.stores.redis.url import AddressBook
 
 __all__ = [
     "Argument",

@@ -1,14 +1,19 @@
-"""`describe`: one line about an error of redis, with the server's name and what to do."""
+"""Texts about errors of redis: one line with the server's name and what to do.
+
+A plain server waits for the end of a line in what a TLS client sends, and a TLS server closes a
+connection that begins with a plain command. Neither says why.
+"""
 
 import re
+import socket
+import ssl
 
 from redis import RedisError
 from redis import TimeoutError as RedisTimeoutError
 
-__all__ = ["CLOSED", "describe", "is_closed", "is_refusal", "is_timeout"]
+__all__ = ["CLOSED", "describe", "is_closed", "is_refusal", "is_timeout", "other_protocol"]
 
 CLOSED = "the server closed the connection"
-
 _MAX_CHARS = 300
 _ACL = "docs/connectors.md lists the commands that the ACL of its user must allow"
 _REPEATS_ADDRESS = re.compile(r"Error .*(connecting to|reading from|writing to|while writing)")
@@ -26,12 +31,47 @@ _REMEDIES = {
     "OOM": "the server is full and does not evict: see its maxmemory-policy",
     "not allowed when used memory": "the server is full and does not evict: see maxmemory-policy",
 }
-
 # Signs that a server takes no writes, or not this command, while it may still be read.
 _REFUSALS = (
     "MISCONF", "NOREPLICAS", "READONLY", "NOPERM", "no permissions", "unknown command",
     "can't run this command",
 )  # fmt: skip
+
+
+def other_protocol(address: str, port: int, *, is_tls: bool, seconds: float) -> str:
+    """Returns advice for the URL; empty if the port does not speak the other protocol.
+
+    Args:
+        address: the server's.
+        port: the server's.
+        is_tls: whether TLS was tried.
+        seconds: longest wait of each step.
+    """
+    try:
+        with socket.create_connection((address, port), seconds) as connection:
+            if is_tls and _answers_plain(connection):
+                return "the port does not speak TLS: write redis in place of rediss"
+            if not is_tls and _answers_tls(connection):
+                return "the port speaks TLS: write rediss in place of redis"
+    except OSError:
+        return ""
+    return ""
+
+
+def _answers_plain(connection: socket.socket) -> bool:
+    connection.sendall(b"PING\r\n")
+    return connection.recv(1) in (b"+", b"-")
+
+
+def _answers_tls(connection: socket.socket) -> bool:
+    """Shakes hands without a look at the certificate: nothing is sent afterwards."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(connection).close()
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    return True
 
 
 def is_refusal(error: RedisError) -> bool:

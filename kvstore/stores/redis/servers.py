@@ -16,7 +16,6 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from typing_extensions import override
 
 from baton.common.addresses import join_host_port
-from kvstore.stores.redis.addresses import AddressBook
 from kvstore.stores.redis.connection import (
     BoundedConnection,
     BoundedSentinelConnection,
@@ -24,9 +23,8 @@ from kvstore.stores.redis.connection import (
     BoundedTlsConnection,
     CallDeadline,
 )
-from kvstore.stores.redis.credentials import login_settings
 from kvstore.stores.redis.messages import describe
-from kvstore.stores.redis.url import Address, RedisUrl
+from kvstore.stores.redis.url import Address, AddressBook, RedisUrl, login_settings
 
 __all__ = ["OneServer", "Pools", "RedisServers", "borrowed", "master_pool", "name_of"]
 

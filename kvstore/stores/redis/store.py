@@ -21,21 +21,20 @@ from typing import Self
 from redis import RedisError
 from typing_extensions import override
 
-from kvstore.diagnosis import StoreDiagnosis
 from kvstore.store import (
     GetStatus,
     KvObject,
     KvStore,
     PartlyUnavailableError,
     StoreCapabilities,
+    StoreDiagnosis,
     StoreStats,
     StoreUnavailableError,
 )
 from kvstore.stores.base import StoreCounters
-from kvstore.stores.redis.allowances import Allowance
 from kvstore.stores.redis.cluster import open_servers
 from kvstore.stores.redis.connection import Argument, CallDeadline
-from kvstore.stores.redis.diagnosis import RedisDiagnosis
+from kvstore.stores.redis.diagnosis import Allowance, RedisDiagnosis
 from kvstore.stores.redis.messages import describe, is_refusal
 from kvstore.stores.redis.objects import (
     IDENTITY_NAME,

@@ -1,4 +1,4 @@
-"""`RedisUrl`: the servers that a Redis URL names, and how to reach them.
+"""`RedisUrl`: the servers that a Redis URL names, and how to reach them: addresses, credentials.
 
     redis[s]://[user:password@]host[:port][/database]
     redis[s]+sentinel://[user:password@]host[:port],.../service[/database]
@@ -10,19 +10,27 @@ in a file. Files that a URL names are opened when the store connects, so that on
 that is absent now makes the store unavailable and does not end a start.
 """
 
+import math
 import re
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
+from redis import AuthenticationError, CredentialProvider
+
+from baton.common.errors import ConfigurationError
+from baton.common.security.watched_files import WatchedFiles
 from kvstore.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
-__all__ = ["Address", "RedisUrl"]
+__all__ = ["Address", "AddressBook", "PasswordFile", "RedisUrl", "login_settings"]
 
+_NEWS_AFTER_S = 60.0
 Address = tuple[str, int]
 """Host and port."""
-
-
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SENTINEL_LOGIN = {"sentinel_user": "username", "sentinel_password": "password"}
 _SENTINEL_OPTIONS = (*_SENTINEL_LOGIN, "sentinel_password_file")
@@ -38,6 +46,102 @@ _REFUSED_OPTIONS = {
 _DEFAULT_PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 _DEFAULT_CONNECTIONS, _MAX_CONNECTIONS = 16, 1024
 _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d+))?", re.ASCII)
+
+
+class AddressBook:
+    """Resolves names, and remembers which of their addresses did not answer.
+
+    A name may have an address that drops what is sent to it, for example an IPv6 address behind a
+    firewall. The address that answered is tried first the next time. Thread-safe: each name's
+    entry is replaced as a whole.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failed_at: dict[str, dict[str, float]] = {}  # by name, then by address
+
+    def addresses_of(self, host: str, port: int) -> list[str]:
+        """Returns the numerical addresses of a name, in the order in which to try them.
+
+        Raises:
+            OSError: the name cannot be resolved.
+        """
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+        before = self._failed_at.get(host, {})
+        failed_at = {address: before[address] for address in addresses if address in before}
+        self._failed_at[host] = failed_at
+        return sorted(addresses, key=lambda address: failed_at.get(address, -math.inf))
+
+    def failed(self, host: str, address: str) -> bool:
+        """Notes that an address did not answer; returns whether that is news worth a log line."""
+        now, before = self._clock(), self._failed_at.get(host, {})
+        self._failed_at[host] = before | {address: now}
+        return now - before.get(address, -math.inf) > _NEWS_AFTER_S
+
+
+class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py is untyped
+    """Gives each new connection the password that the file holds now.
+
+    Connections that are open keep what they logged in with. A file that cannot be read at first
+    makes the store unavailable until it can; later, the last good password stays in use.
+
+    Args:
+        user: name of the user; empty for the default one.
+        option: name of the URL's option, for errors.
+        path: the file.
+    """
+
+    def __init__(self, user: str, option: str, path: str) -> None:
+        self._user = user
+        self._option = option
+        self._path = path
+        self._watched: WatchedFiles[str] | None = None
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Returns the arguments of AUTH.
+
+        Raises:
+            redis.AuthenticationError: the file could not be read yet, or was empty.
+        """
+        try:
+            if self._watched is None:
+                self._watched = WatchedFiles((self._path,), self._read, "passwords of redis")
+            password = self._watched.current()
+        except ConfigurationError as error:
+            raise AuthenticationError(error.message) from None
+        return (self._user, password) if self._user else (password,)
+
+    def _read(self) -> str:
+        """Returns the password.
+
+        Raises:
+            ConfigurationError: there is none. The text does not quote the file.
+        """
+        try:
+            password = Path(self._path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            message = f"{self._option} is {self._path!r}, which cannot be read"
+            raise ConfigurationError(message) from None
+        if not password:
+            raise ConfigurationError(f"{self._option} is {self._path!r}, which is empty")
+        return password
+
+
+def login_settings(login: Mapping[str, str], option: str, path: str) -> dict[str, Any]:
+    """Returns redis-py's settings for a login.
+
+    Args:
+        login: its `username` and `password`, as far as the URL has them.
+        option: name of the option for a file with the password.
+        path: that file; empty for none.
+    """
+    if not path:
+        return dict(login)
+    return {"credential_provider": PasswordFile(login.get("username", ""), option, path)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from typing import Any
 
 from baton.common.flags.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
-from router.chat.tool_parsers.forced_calls import ForcedCallsParser, NamedCallParser
 from router.chat.tool_parsers.hermes import HermesToolParser
 from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
 from router.chat.tool_parsers.mistral import MistralToolParser
-from router.chat.tool_parsers.plain_json import JsonToolParser
+from router.chat.tool_parsers.plain_json import ForcedCallsParser, JsonToolParser, NamedCallParser
 from router.chat.tool_parsers.pythonic import PythonicToolParser
 from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser
 

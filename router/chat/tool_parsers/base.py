@@ -1,19 +1,146 @@
-"""`ToolParser`: finds tool calls in generated text, which arrives in pieces."""
+"""`ToolParser`: finds tool calls in generated text, and what all tool parsers share."""
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from baton.common.request.answer import ChatDelta
-from router.chat.answer_builder import AnswerBuilder
+from baton.common.request.answer import ChatDelta, ToolCallDelta
 from router.chat.text_input import Steps, TextInput
-from router.chat.tool_parsers.call_syntax import CallSyntax
 
-__all__ = ["MAX_NAME_LENGTH", "GeneratorToolParser", "ToolParser"]
+__all__ = [
+    "MAX_NAME_LENGTH",
+    "AnswerBuilder",
+    "CallSyntax",
+    "GeneratorToolParser",
+    "ToolParser",
+    "json_heads",
+]
 
+_MAX_WHITESPACE = 256
+"""Maximum length of whitespace that is held back because it may stand alone beside a call."""
 MAX_NAME_LENGTH = 256
 """Maximum number of characters of a function's name. A name is held back until it is complete."""
+
+
+class AnswerBuilder:
+    """Content and tool calls, taken as one delta per piece of text.
+
+    Whitespace beside a call is no content: neither between two calls, nor before the first call
+    if there is no other text, nor after the last call. It is therefore held back until other
+    text follows.
+
+    Args:
+        new_call_id: makes the id of a call.
+    """
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self._new_call_id = new_call_id
+        self._num_calls = 0
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._arguments: list[str] = []
+        self._whitespace = ""
+        self._holds_whitespace = True
+
+    def content(self, text: str) -> None:
+        """Adds content."""
+        if not self._holds_whitespace:
+            self._content.append(text)
+            return
+        self._whitespace += text
+        if len(self._whitespace) > _MAX_WHITESPACE or not self._whitespace.isspace():
+            self._release_whitespace()
+
+    def start_call(self, name: str, call_id: str = "") -> None:
+        """Adds a call without arguments.
+
+        Args:
+            name: the function's.
+            call_id: empty: the call gets a new one.
+        """
+        self._end_call()
+        self._calls.append(ToolCallDelta(self._num_calls, call_id or self._new_call_id(), name))
+        self._num_calls += 1
+        self._whitespace = ""
+        self._holds_whitespace = True
+
+    def arguments(self, text: str) -> None:
+        """Adds text to the arguments of the latest call."""
+        self._arguments.append(text)
+
+    def take(self) -> ChatDelta:
+        """Returns what was added since the last time."""
+        self._end_call()
+        delta = ChatDelta(content="".join(self._content), tool_calls=tuple(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return delta
+
+    def finish(self) -> None:
+        """Says that nothing else is added: decides about whitespace that is held back."""
+        if not self._num_calls:
+            self._release_whitespace()
+
+    def _release_whitespace(self) -> None:
+        if self._whitespace:
+            self._content.append(self._whitespace)
+            self._whitespace = ""
+            self._holds_whitespace = False
+
+    def _end_call(self) -> None:
+        """Joins the collected arguments to the call that they belong to."""
+        if not self._arguments:
+            return
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        if self._calls:
+            last = self._calls[-1]
+            self._calls[-1] = ToolCallDelta(last.index, last.id, last.name, text)
+        else:
+            self._calls.append(ToolCallDelta(self._num_calls - 1, arguments=text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """The texts around a call of a function.
+
+    A call is one of `heads`, the arguments, `tail`, and perhaps one of `closers`. In heads,
+    `NAME` stands for the function's name.
+
+    Attributes:
+        heads: the texts before the arguments. Without an opener, the name has quotes in them.
+        tail: the text after them.
+        closers: the texts that may end the call.
+        separators: the texts that may stand between two calls.
+        opener: the text that begins calls and nothing else; empty: calls begin like other text, so
+            only a whole head shows that there is one.
+        prefixes: without an opener, the texts that may stand before a call that is a JSON object.
+        argument_keys: without an opener, the keys that the arguments may have in such a call.
+        has_json_arguments: whether the arguments are a JSON object. If not, they are any text up to
+            the tail.
+    """
+
+    heads: Sequence[str]
+    tail: str
+    closers: Sequence[str] = ()
+    separators: Sequence[str] = ()
+    opener: str = ""
+    prefixes: Sequence[str] = ()
+    argument_keys: Sequence[str] = ()
+    has_json_arguments: bool = True
+
+
+def json_heads(prefixes: Sequence[str], key: str) -> tuple[str, ...]:
+    """Returns the heads of calls that are JSON objects, with and without spaces.
+
+    Args:
+        prefixes: the texts before the object.
+        key: the key of the arguments.
+    """
+    spellings = (f'{{"name": "NAME", "{key}": ', f'{{"name":"NAME","{key}":')
+    return tuple(prefix + spelling for prefix in prefixes for spelling in spellings)
 
 
 class ToolParser(ABC):

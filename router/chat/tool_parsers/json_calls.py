@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from router.chat.answer_builder import AnswerBuilder
 from router.chat.text_input import Steps, TextInput
-from router.chat.tool_parsers.base import MAX_NAME_LENGTH
+from router.chat.tool_parsers.base import MAX_NAME_LENGTH, AnswerBuilder
 from router.chat.tool_parsers.json_values import copy_quoted_value, copy_value, read_string
 
 __all__ = ["read_calls"]

@@ -3,8 +3,8 @@
 import re
 
 from router.chat.text_input import WHITESPACE, Steps, TextInput
+from router.chat.tool_parsers.scalars import Sink, escape, read_surrogates
 from router.chat.tool_parsers.value_reader import ValueReader
-from router.chat.tool_parsers.value_strings import Sink, escape, read_surrogates
 
 __all__ = ["copy_quoted_value", "copy_value", "read_string"]
 

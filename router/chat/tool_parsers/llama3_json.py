@@ -8,8 +8,7 @@ import re
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import GeneratorToolParser
-from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
+from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.wrappings import (
     FENCE,

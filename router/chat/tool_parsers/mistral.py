@@ -11,8 +11,12 @@ import string
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
-from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
+from router.chat.tool_parsers.base import (
+    MAX_NAME_LENGTH,
+    CallSyntax,
+    GeneratorToolParser,
+    json_heads,
+)
 from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.json_values import copy_value
 

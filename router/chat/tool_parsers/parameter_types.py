@@ -4,8 +4,8 @@ import json
 
 from router.chat.text_input import TextInput
 from router.chat.tool_parsers.parameter_schemas import Accepted
+from router.chat.tool_parsers.scalars import is_json_number, json_of_number
 from router.chat.tool_parsers.value_reader import ValueReader
-from router.chat.tool_parsers.value_words import is_json_number, json_of_number
 
 __all__ = ["json_of"]
 

@@ -1,14 +1,17 @@
-"""`JsonToolParser`: an answer that is a JSON array of calls, or one call."""
+"""Parsers of answers that are nothing but JSON: calls by themselves, and forced calls.
+
+The forms are those of `baton.common.request.response_format.fields_of_tools`.
+"""
 
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import GeneratorToolParser
-from router.chat.tool_parsers.call_syntax import CallSyntax, json_heads
+from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads
 from router.chat.tool_parsers.json_calls import read_calls
+from router.chat.tool_parsers.json_values import copy_value
 from router.chat.tool_parsers.wrappings import skip_closings, skip_openings
 
-__all__ = ["JsonToolParser"]
+__all__ = ["ForcedCallsParser", "JsonToolParser", "NamedCallParser"]
 
 
 class JsonToolParser(GeneratorToolParser):
@@ -34,3 +37,41 @@ class JsonToolParser(GeneratorToolParser):
         if (yield from read_calls(text, self.answer, marked=False)):
             yield from skip_closings(text, openings)
         self.answer.content(text.take_record())
+
+
+class ForcedCallsParser(GeneratorToolParser):
+    """Reads an array of calls, which `tool_choice: required` forces.
+
+    A call begins when its name is complete. What a limit has left of a call before that is no
+    content, and is dropped.
+    """
+
+    def read(self) -> Steps[None]:
+        """Reads the text."""
+        text = self.text
+        text.record()
+        yield from text.skip_whitespace()
+        yield from read_calls(text, self.answer, marked=True, is_forced=True)
+        rest = text.take_record()
+        if (yield from text.peek()):
+            self.answer.content(rest)
+
+
+class NamedCallParser(GeneratorToolParser):
+    """Makes the text the arguments of one call, as a `tool_choice` that names a function forces it.
+
+    Args:
+        name: the function's.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def read(self) -> Steps[None]:
+        """Reads the text."""
+        text = self.text
+        yield from text.skip_whitespace()
+        if (yield from text.peek()):
+            self.answer.start_call(self._name)
+            yield from copy_value(text, self.answer.arguments)

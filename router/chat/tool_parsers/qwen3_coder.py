@@ -14,13 +14,16 @@ The format of Qwen3-Coder and Qwen 3.5:
 import re
 from typing import ClassVar
 
-from router.chat.answer_builder import AnswerBuilder
 from router.chat.text_input import Steps, TextInput
-from router.chat.tool_parsers.base import MAX_NAME_LENGTH, GeneratorToolParser
-from router.chat.tool_parsers.call_syntax import CallSyntax
+from router.chat.tool_parsers.base import (
+    MAX_NAME_LENGTH,
+    AnswerBuilder,
+    CallSyntax,
+    GeneratorToolParser,
+)
 from router.chat.tool_parsers.parameter_schemas import FunctionSchema
 from router.chat.tool_parsers.parameter_types import json_of
-from router.chat.tool_parsers.value_strings import Sink, escape
+from router.chat.tool_parsers.scalars import Sink, escape
 
 __all__ = ["Qwen3CoderToolParser"]
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.chat.text_input import WHITESPACE, Steps, TextInput
-from router.chat.tool_parsers.value_strings import (
+from router.chat.tool_parsers.scalars import (
     Sink,
     copy_json_string,
     copy_python_string,
     escape,
+    json_of_python_word,
+    json_of_word,
 )
-from router.chat.tool_parsers.value_words import json_of_python_word, json_of_word
 
 __all__ = ["ValueReader", "skip_blanks"]
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from benchmarks.workloads.kind import LengthRange, parse_length_range
 from benchmarks.workloads.registry import KINDS, add_workload_args, workload_from_args
 from benchmarks.workloads.sharegpt import sharegpt_requests

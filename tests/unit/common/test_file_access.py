@@ -16,8 +16,8 @@ from baton.common.file_access import (
     read_text,
     unreadable,
 )
-from baton.common.model_files.demo import demo_model_path
 from baton.common.model_files.files import local_model, open_model_files
+from baton.common.model_files.named_models import demo_model_path
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CredentialsConfig
 from engine.runtime.weights.checkpoint import open_checkpoint

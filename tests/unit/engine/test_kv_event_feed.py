@@ -5,8 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
-from engine.kv_event_feed import KvEventFeeds
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEventFeeds
 from engine.wire import kv_event_responses
 
 

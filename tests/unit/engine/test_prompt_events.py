@@ -12,7 +12,7 @@ from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason, StageTimings
 from engine.wire import logprobs_to_proto
 from kvstore.handoff import KvHandoff
-from prefill_service.prompt_events import PromptEvents
+from prefill_service.servicer import PromptEvents
 
 HANDOFF = KvHandoff(
     handoff_id="h",

@@ -14,7 +14,7 @@ from baton.common.errors import ConfigurationError, UnauthenticatedError
 from baton.common.security.cluster import TOKEN_VARIABLE, ClusterSecurity
 from baton.common.security.config import CredentialsConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
-from rpc.cluster_calls import authorize_cluster, cluster_access
+from rpc.server_access import authorize_cluster, cluster_access
 from tests.support.certificates import Authority, write_files
 
 TOKEN, OTHER, THIRD = "t" * 32, "u" * 32, "v" * 32

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rpc.log_limit import MAX_REPEATS, WINDOW_S, RepeatLimit
+from rpc.log_stream import MAX_REPEATS, WINDOW_S, RepeatLimit
 from tests.support.clock import Clock
 
 

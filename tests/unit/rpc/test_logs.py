@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from baton.common.observe.traceparent import TraceContext
-from rpc.log_limit import MAX_REPEATS
-from rpc.log_stream import LogStream
+from rpc.log_stream import MAX_REPEATS, LogStream
 from rpc.logs import (
     CURRENT_CALL,
     JsonFormatter,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rpc.memory_watch import MemoryWatch
+from rpc.process_limits import MemoryWatch
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import grpc
 import pytest
 
 from baton.common import errors
-from baton.common.reasons import Reason
+from baton.common.errors import Reason
 from baton.common.request.prompts import parse_prompts
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.v1 import request_pb2
 from router.chat.messages import conversation_of
-from rpc.error_details import trailers_of
-from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_error
+from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_error, trailers_of
 
 WIRE_ERRORS = [
     getattr(errors, name)

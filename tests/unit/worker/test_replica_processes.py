@@ -13,16 +13,15 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from engine.cli_args import engine_config_from_args
 from kvstore.registry import has_fixed_host, has_fixed_port
-from rpc.metrics_config import MetricsConfig
 from rpc.probe import check_health
-from rpc.server_config import ServerConfig
+from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from worker.decode import add_args as add_decode_args
 from worker.decode import main as decode_main
-from worker.processes.restarts import RestartPolicy
 from worker.processes.spawn import ProcessSpec
+from worker.processes.supervisor import RestartPolicy
 from worker.replica_set import MAX_REPLICAS
 from worker.replicas import (
     RemoteReplica,

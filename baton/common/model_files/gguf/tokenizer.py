@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton.common.model_files.gguf.header import GgufHeader
-from baton.common.model_files.token_texts import DUPLICATE_MARK, mark_duplicates
+from baton.common.model_files.tokenizer_steps import DUPLICATE_MARK, mark_duplicates
 
 __all__ = ["build_tokenizer", "tokenizer_config_json"]
 

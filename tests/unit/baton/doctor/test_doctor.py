@@ -27,7 +27,6 @@ from baton.doctor import (
     nixl_reads,
     ranks,
     software,
-    stores,
 )
 from kernels.library.library import Library, Selection
 from kernels.library.variants import Variant
@@ -299,13 +298,13 @@ def test_every_suggested_extra_exists():
 
 
 def test_a_working_store_is_ok(tmp_path):
-    (finding,) = stores.check_store(f"file://{tmp_path}/kv")
+    (finding,) = connectors.check_store(f"file://{tmp_path}/kv")
     assert finding.level is Level.OK
     assert "wrote, read and removed an object" in finding.text
 
 
 def test_a_store_that_is_down_is_a_problem_shown_without_its_password():
-    (finding,) = stores.check_store("redis://user:secret@127.0.0.1:1/0?timeout_s=0.2")
+    (finding,) = connectors.check_store("redis://user:secret@127.0.0.1:1/0?timeout_s=0.2")
     assert finding.level is Level.PROBLEM
     assert finding.text.startswith("redis://127.0.0.1:1/0: does not answer: ")
     assert "secret" not in finding.text
@@ -318,7 +317,7 @@ def test_an_unknown_connector_is_a_problem():
 
 
 def test_a_working_redis_is_ok(redis_server):
-    (finding,) = stores.check_store(redis_server.url)
+    (finding,) = connectors.check_store(redis_server.url)
     assert finding.level is Level.OK
 
 

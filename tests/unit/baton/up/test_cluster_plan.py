@@ -29,8 +29,7 @@ from router.config.router import add_args as add_router_args
 from router.config.router import router_config_from_args
 from router.config.security import RouterSecurityConfig
 from router.config.tenants import TenantsConfig
-from rpc.metrics_config import MetricsConfig
-from rpc.server_config import ServerConfig
+from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.ports import reserved_ports
 from worker.decode import add_args as add_decode_args

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.common.flags.sizes import format_byte_size, parse_byte_size, parse_count
+from baton.common.flags.values import format_byte_size, parse_byte_size, parse_count
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from baton.common.model_files.demo import DEMO_PROMPT, demo_model_path
+from baton.common.model_files.named_models import DEMO_PROMPT, demo_model_path
 from router.requests.tokenizer import Tokenizer
 
 MIB = 1 << 20

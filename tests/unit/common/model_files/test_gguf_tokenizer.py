@@ -17,7 +17,7 @@ from tokenizers import (
 
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
-from baton.common.model_files.token_texts import byte_level_bytes, mark_duplicates
+from baton.common.model_files.tokenizer_steps import byte_level_bytes, mark_duplicates
 from engine.constraints.vocabulary import Vocabulary
 from router.requests.tokenizer import Tokenizer
 from tests.support.gguf_files import (

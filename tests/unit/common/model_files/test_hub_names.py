@@ -3,8 +3,7 @@
 import pytest
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.hub_names import split_revision, with_revision
-from baton.common.model_files.named_models import default_model_name
+from baton.common.model_files.named_models import default_model_name, split_revision, with_revision
 from baton.common.model_files.tokenizer_files import resolve_folder
 from engine.runtime.weights.checkpoint import open_checkpoint
 

@@ -5,10 +5,9 @@ from importlib import metadata
 import pytest
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.demo import demo_model_path
 from baton.common.model_files.files import CheckpointFolder, local_model, open_model_files
 from baton.common.model_files.gguf import GgufFile
-from baton.common.model_files.named_models import default_model_name, smollm2_path
+from baton.common.model_files.named_models import default_model_name, demo_model_path, smollm2_path
 
 
 def test_folders_and_gguf_files_are_found():

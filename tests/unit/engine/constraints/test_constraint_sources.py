@@ -3,9 +3,8 @@
 import pytest
 
 from baton.common.errors import InvalidArgumentError
-from engine.constraints.ebnf import endless_rule
 from engine.constraints.schema import check_schema, close_objects, endless_part
-from engine.constraints.xgrammar_rules import regex_refusal, schema_refusal
+from engine.constraints.xgrammar_rules import endless_rule, regex_refusal, schema_refusal
 
 TREE = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
 

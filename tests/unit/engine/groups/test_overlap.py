@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.groups.transfer_state import overlap
+from engine.groups.states import overlap
 
 MOMENTS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted).map(tuple), max_size=8)

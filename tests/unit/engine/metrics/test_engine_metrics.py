@@ -12,8 +12,13 @@ from baton.common.request.structured_outputs import StructuredOutputs
 from engine.batch import ScheduledBatch, StepOutput
 from engine.loop.core import EngineCore
 from engine.metrics.counts import METRICS, RankReport
-from engine.metrics.export import VLLM_METRICS, EngineDescription, EngineExport, VllmExport
-from engine.metrics.stats_log import StatsLog
+from engine.metrics.export import (
+    VLLM_METRICS,
+    EngineDescription,
+    EngineExport,
+    StatsLog,
+    VllmExport,
+)
 from engine.request import EngineOutput, EngineRequest
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 from tests.support.fake_grammar import FakeGrammars

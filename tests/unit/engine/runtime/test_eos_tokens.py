@@ -7,7 +7,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from engine.runtime.weights.checkpoint import open_checkpoint
-from engine.runtime.weights.eos_tokens import read_eos_token_ids
+from engine.runtime.weights.described_model import read_eos_token_ids
 from tests.support.tokenizer_folders import write_byte_level_folder
 
 VOCAB_SIZE = 300

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from engine.metrics.counts import EngineMetrics, RankReport
-from engine.runtime.ranks import rank_transfers, reports, transfers
+from engine.runtime.ranks import loop, rank_transfers, transfers
+from engine.runtime.ranks.loop import Reporter
 from engine.runtime.ranks.rank_transfers import PoolMessage, RankTransfers, WorkMessage
-from engine.runtime.ranks.reports import Reporter
 from engine.runtime.ranks.transfers import RanksConnectorWorker
 from kernels.ranks import RanksLostError
 from kvstore.connector import SavedSlices
@@ -190,7 +190,7 @@ def test_reports_are_read_on_after_one_that_cannot_be_counted() -> None:
 def test_a_rank_whose_memory_cannot_be_read_reports_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reports, "_STATM", tmp_path / "statm")
+    monkeypatch.setattr(loop, "_STATM", tmp_path / "statm")
     sent: list[RankReport] = []
     reporter = Reporter(3, sent.append)
     reporter.step_begins()

@@ -1,7 +1,7 @@
 """`DecodeSet`: the sequences that are due in each step."""
 
 from engine.groups.group import Sequence, SequenceGroup
-from engine.groups.times import GroupTimes
+from engine.groups.states import GroupTimes
 from engine.schedule.decode_set import DecodeSet
 from kvstore.block_key import BlockKeyChain
 from tests.support.requests import engine_request

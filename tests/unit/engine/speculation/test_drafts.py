@@ -5,7 +5,7 @@ import pytest
 from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams
-from engine.groups.draft_state import DraftState, TokenHistory
+from engine.groups.states import DraftState, TokenHistory
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.drafts import Drafts

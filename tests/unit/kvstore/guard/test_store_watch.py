@@ -14,7 +14,7 @@ from kvstore.guard.guarded_store import GuardedStore
 from kvstore.guard.store_watch import StableIdentity, StoreWatch
 from kvstore.registry import open_store
 from kvstore.store import KvStore, StoreUnavailableError
-from kvstore.stores.folder_identity import folder_identity
+from kvstore.stores.folders import folder_identity
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_deployments import ask
 from tests.support.redis_server import RedisServer, await_true

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from baton.common.addresses import join_host_port
 from baton.v1.kv_peer_pb2 import KvPeerParams
 from kvstore.connector import SavedSlices
-from kvstore.peer.address import PeerAddress
-from kvstore.peer.holders import holders_of, join_params, select_held
+from kvstore.peer.address import PeerAddress, holders_of, join_params, select_held
 
 
 def address_of(rank: int) -> PeerAddress:

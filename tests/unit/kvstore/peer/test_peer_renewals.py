@@ -13,8 +13,7 @@ from kvstore.connector import SavedSlices
 from kvstore.guard.breaker import BreakerCounts
 from kvstore.handoff import KvHandoff
 from kvstore.peer import peers as peers_module
-from kvstore.peer.address import PeerAddress
-from kvstore.peer.holders import join_params
+from kvstore.peer.address import PeerAddress, join_params
 from kvstore.peer.peers import GenerationGoneError, PeerRefusedError, Peers
 from kvstore.peer.renewals import Renewals
 from kvstore.store import StoreUnavailableError

@@ -3,10 +3,10 @@
 import pytest
 from redis import AuthenticationError, InvalidResponse, ResponseError
 
-from kvstore.stores.redis.addresses import AddressBook
-from kvstore.stores.redis.allowances import Allowance
 from kvstore.stores.redis.cluster import SlotRange, parse_slots
+from kvstore.stores.redis.diagnosis import Allowance
 from kvstore.stores.redis.messages import describe
+from kvstore.stores.redis.url import AddressBook
 
 
 def test_the_address_that_failed_longest_ago_is_tried_first():

@@ -6,8 +6,7 @@ from redis import RedisError
 from baton.common.errors import ConfigurationError
 from kvstore.handoff import connector_name
 from kvstore.registry import open_store
-from kvstore.stores.redis.credentials import login_settings
-from kvstore.stores.redis.url import RedisUrl
+from kvstore.stores.redis.url import RedisUrl, login_settings
 
 _PASSWORD = "hunter2"
 

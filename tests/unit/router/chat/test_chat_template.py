@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from baton.common.errors import InvalidArgumentError
-from router.chat.conversation import Conversation
+from router.chat.chat_request import Conversation
 from router.chat.messages import conversation_of
 from router.chat.template import MAX_PROMPT_CHARS, ChatTemplate, ends_in_reasoning
 from tests.support.chat_cases import FAMILIES, source_of

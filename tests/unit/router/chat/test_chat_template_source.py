@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.common.errors import ConfigurationError
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from router.chat.messages import conversation_of
 from router.chat.template import ChatTemplate
 from router.chat.template_source import find_templates

@@ -16,12 +16,10 @@ from baton.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from baton.common.security.api_keys import hash_of_key, new_key
+from baton.common.security.tokens import hash_of_key, new_key
 from router.config.tenants import TenantPolicy, TenantsConfig
-from router.tenants.bucket import TokenBucket
-from router.tenants.file import read_tenants
-from router.tenants.tenant import OPEN_TENANT, Tenant
-from router.tenants.tenants import Tenants, credentials_of
+from router.tenants.tenant import OPEN_TENANT, Tenant, TokenBucket
+from router.tenants.tenants import Tenants, credentials_of, read_tenants
 from tests.support.loop_watch import watched_loops
 from tests.support.tenants import KEY, OTHER_KEY, Clock, entry_of, write_tenants
 

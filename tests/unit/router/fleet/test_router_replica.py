@@ -11,7 +11,7 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.fleet.prefill_replica import PrefillReplica
+from router.fleet.tier_replicas import PrefillReplica
 from router.observe.request_record import RequestRecord
 from rpc.channels import open_channel
 

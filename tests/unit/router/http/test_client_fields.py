@@ -16,7 +16,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from baton.common.errors import InvalidArgumentError
-from router.http.anthropic_errors import anthropic_error
 from router.http.anthropic_request import (
     MessagesBody,
     counted_conversation,
@@ -25,7 +24,7 @@ from router.http.anthropic_request import (
 from router.http.bodies import SamplingBody
 from router.http.chat_body import ChatBody
 from router.http.completion_body import CompletionBody
-from router.http.errors import problem_of
+from router.http.errors import anthropic_error, problem_of
 from router.http.responses_request import ResponsesBody, read_responses_request
 
 USER = {"role": "user", "content": "Hi"}

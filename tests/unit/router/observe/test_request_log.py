@@ -16,8 +16,7 @@ from router.cluster_servicer import ClusterServicer
 from router.observe import request_record
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
-from router.observe.request_spans import spans_of
-from router.observe.request_stages import Stage, stages_of
+from router.observe.request_timeline import Stage, spans_of, stages_of
 from rpc.logs import CURRENT_CALL, CallInfo
 
 PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.common.errors import ConfigurationError, InvalidArgumentError
-from baton.common.model_files.demo import demo_model_path
+from baton.common.model_files.named_models import demo_model_path
 from baton.common.request.sampling_params import over_defaults
 from router.requests.generation_config import load_default_params
 

@@ -3,7 +3,7 @@
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, prefill_pb2
-from router.stages.progress import Progress
+from router.stages.continuation import Progress
 from tests.support.fake_candidates import given_tokens
 
 

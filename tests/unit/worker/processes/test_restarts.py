@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.clock import Clock
-from worker.processes.restarts import RestartDelays, RestartPolicy
+from worker.processes.supervisor import RestartDelays, RestartPolicy
 
 
 @pytest.fixture
