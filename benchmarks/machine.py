@@ -9,14 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from baton.common.errors import ConfigurationError
 from baton.common.machine_limits import affine_cores, usable_cores
 from kernels.library.cpu import cpu_features, cpu_model
+from kernels.library.library import WISH_VARIABLE
 from kernels.library.variants import variants_for
 
 __all__ = [
     "COMMIT_VARIABLE",
     "describe_commit",
     "describe_machine",
+    "holding_variables",
     "in_words",
     "instruction_set",
     "name_machine",
@@ -27,13 +30,24 @@ __all__ = [
 
 COMMIT_VARIABLE = "BATON_COMMIT"
 _UNKNOWN_COMMIT = "unknown"
+_HOLDING_VARIABLES = {
+    "avx2": {
+        "OV_CPU_MAX_ISA": "AVX2",  # OpenVINO's own kernels, and with the next one its oneDNN's
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}
+"""By instruction set. All are read once, when their library is loaded."""
 
 
 def name_machine() -> dict[str, object]:
     """Returns the machine's hardware, versions, commit, and the date."""
+    used, best = instruction_set(), _best_instruction_set()
     return {
         "cpu": cpu_model() or platform.processor(),
-        "instruction_set": instruction_set(),
+        "instruction_set": used,
+        **({} if used == best else {"forced_on": best}),
         "cores": affine_cores(),
         "python": platform.python_version(),
         "commit": describe_commit(),
@@ -42,7 +56,32 @@ def name_machine() -> dict[str, object]:
 
 
 def instruction_set() -> str:
-    """Returns the best instruction set of the CPU that the kernels are compiled for."""
+    """Returns the instruction set that BATON_CPU_KERNELS names, or else the best one of the CPU
+    that the kernels are compiled for.
+    """
+    wish = os.environ.get(WISH_VARIABLE)
+    return next((v.name for v in variants_for() if v.name == wish), _best_instruction_set())
+
+
+def holding_variables() -> dict[str, str]:
+    """Returns the environment variables that hold OpenVINO, oneDNN and torch to the instruction set
+    that BATON_CPU_KERNELS names; none where it names none, or the CPU's best.
+
+    Raises:
+        ConfigurationError: the libraries cannot be held to that one.
+    """
+    used = instruction_set()
+    if used == _best_instruction_set():
+        return {}
+    if used not in _HOLDING_VARIABLES:
+        raise ConfigurationError(
+            f"{WISH_VARIABLE} is {used!r}; other engines can be held to "
+            f"{', '.join(_HOLDING_VARIABLES)} only"
+        )
+    return _HOLDING_VARIABLES[used]
+
+
+def _best_instruction_set() -> str:
     features = cpu_features()
     return next(v.name for v in variants_for() if v.cpu_features <= features)
 

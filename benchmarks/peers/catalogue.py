@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.common.errors import ConfigurationError
+from benchmarks.machine import holding_variables, instruction_set
 from benchmarks.peers.peer_process import Launch
 
-__all__ = ["ENGINES", "REFERENCE", "NotInstalledError", "Setting", "launch_of"]
+__all__ = ["ENGINES", "REFERENCE", "NotMeasurableError", "Setting", "launch_of"]
 
 REFERENCE = "reference"
 """The engine of the reference tokens: transformers in float32, one request at a time."""
@@ -22,8 +23,10 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 
 
-class NotInstalledError(ConfigurationError):
-    """An engine, or a library that it is measured with, is not installed."""
+class NotMeasurableError(ConfigurationError):
+    """An engine, or a library that it is measured with, is not installed, or the engine cannot be
+    held to an instruction set.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class _Engine:
         variables: environment variables beyond those that all engines get.
         dtype: the type that it computes in.
         devices: where it can be measured.
+        can_be_held: whether `holding_variables` hold all of it to an instruction set.
     """
 
     worker: str
@@ -72,6 +76,7 @@ class _Engine:
     variables: Callable[[Setting], Mapping[str, str]] = _no_variables
     dtype: str = "bfloat16"
     devices: tuple[str, ...] = ("cpu", "cuda")
+    can_be_held: bool = False
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
@@ -79,11 +84,15 @@ def launch_of(engine: str, setting: Setting) -> Launch:
 
     Raises:
         ConfigurationError: the engine is unknown, or is not measured on the device.
-        NotInstalledError: its environment, or a library, is missing.
+        NotMeasurableError: its environment, or a library, is missing, or the run is held to an
+            instruction set and the engine cannot be.
     """
     entry = _entry(engine)
     if setting.device not in entry.devices:
         raise ConfigurationError(f"--engines has {engine!r}, which is not measured on a GPU")
+    held = holding_variables()
+    if held and not entry.can_be_held:
+        raise NotMeasurableError(f"{engine} cannot be held to {instruction_set()}")
     python = _python(engine, entry, setting)
     command = (
         *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
@@ -93,6 +102,7 @@ def launch_of(engine: str, setting: Setting) -> Launch:
     environment = (dict(os.environ) if entry.home is None else _inherited()) | {
         "OMP_NUM_THREADS": str(setting.num_threads),
         "HF_HUB_OFFLINE": "1",
+        **held,
         **entry.variables(setting),
     }
     return Launch(engine, command, environment, setting.peers_folder / "logs" / f"{engine}.log")
@@ -113,7 +123,7 @@ def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
     if not python.exists() and setting.device != "cpu":
         return Path(sys.executable)  # a machine with a GPU may have no other
     if not python.exists():
-        raise NotInstalledError(
+        raise NotMeasurableError(
             f"{engine} has no environment in {python.parents[1]}; make it with "
             f"{_HERE / 'make_env.sh'} {entry.home} {python.parents[1]}"
         )
@@ -136,7 +146,7 @@ def _tcmalloc() -> Path:
     for folder in _TCMALLOC_FOLDERS:
         for library in sorted(Path(folder).glob("libtcmalloc_minimal.so.*")):
             return library
-    raise NotInstalledError(
+    raise NotMeasurableError(
         "vllm is to run with tcmalloc, which is missing; apt-get install libtcmalloc-minimal4"
     )
 
@@ -178,13 +188,17 @@ def _inherited() -> dict[str, str]:
 
 
 ENGINES = {
-    "baton": _Engine("baton_worker", home=None),
+    "baton": _Engine("baton_worker", home=None, can_be_held=True),
     "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
     "openvino": _Engine(
-        "openvino_worker", home="openvino", prepare=_exported_for_openvino, devices=("cpu",)
+        "openvino_worker",
+        home="openvino",
+        prepare=_exported_for_openvino,
+        devices=("cpu",),
+        can_be_held=True,
     ),
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
 }
 """The engines, by their names in `--engines`."""
-_REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32")
+_REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32", can_be_held=True)

@@ -8,7 +8,7 @@ from typing import Any
 from baton.common.errors import ConfigurationError
 from benchmarks.models import read_config
 from benchmarks.peers.cases import PeerCase, build_cases, requests_of_round
-from benchmarks.peers.catalogue import REFERENCE, NotInstalledError, Setting, launch_of
+from benchmarks.peers.catalogue import REFERENCE, NotMeasurableError, Setting, launch_of
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
 from benchmarks.peers.peer_process import Launch, PeerProcess
 from benchmarks.peers.rounds import Runs, take_turns
@@ -96,7 +96,7 @@ def find_installed(
     for name in engines:
         try:
             launches[name] = launch_of(name, setting)
-        except NotInstalledError as error:
+        except NotMeasurableError as error:
             missing[name] = error.message
     return launches, missing
 

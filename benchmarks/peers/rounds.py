@@ -10,6 +10,9 @@ from benchmarks.request import BenchRequest
 
 __all__ = ["RoundPeer", "Runs", "running", "take_turns"]
 
+_WARM_UP_SHARE = 4
+"""The round that does not count has one in so many of each case's requests."""
+
 Runs = dict[str, dict[str, list[PeerRun]]]
 """The runs by engine, then by case, in the order of the rounds."""
 
@@ -48,7 +51,7 @@ def take_turns(
     write_line: Callable[[str], None],
     before_round: Callable[[], None],
 ) -> Runs:
-    """Runs all cases `repeats` times, after a round that does not count.
+    """Runs all cases `repeats` times, after a round with fewer requests that does not count.
 
     Args:
         peers: paused engines by name. One runs at a time.
@@ -64,6 +67,8 @@ def take_turns(
             before_round()
         for case in cases:
             requests = requests_of_round(case, number, vocab_size)
+            if not number:
+                requests = requests[: -(-len(requests) // _WARM_UP_SHARE)]
             for name in _rotated(list(peers), number):
                 with running(peers[name]) as peer:
                     peer.reset()
