@@ -67,7 +67,8 @@ class _Engine:
         variables: environment variables beyond those that all engines get.
         dtype: the type that it computes in.
         devices: where it can be measured.
-        can_be_held: whether `holding_variables` hold all of it to an instruction set.
+        held_dtype: the type that it computes in while `holding_variables` hold it to an
+            instruction set; None if they do not hold all of it.
     """
 
     worker: str
@@ -76,7 +77,7 @@ class _Engine:
     variables: Callable[[Setting], Mapping[str, str]] = _no_variables
     dtype: str = "bfloat16"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    can_be_held: bool = False
+    held_dtype: str | None = None
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
@@ -91,12 +92,13 @@ def launch_of(engine: str, setting: Setting) -> Launch:
     if setting.device not in entry.devices:
         raise ConfigurationError(f"--engines has {engine!r}, which is not measured on a GPU")
     held = holding_variables()
-    if held and not entry.can_be_held:
+    dtype = entry.held_dtype if held else entry.dtype
+    if dtype is None:
         raise NotMeasurableError(f"{engine} cannot be held to {instruction_set()}")
     python = _python(engine, entry, setting)
     command = (
         *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
-        *("--num-threads", str(setting.num_threads), "--dtype", entry.dtype),
+        *("--num-threads", str(setting.num_threads), "--dtype", dtype),
         *("--max-model-len", str(setting.max_model_len), "--device", setting.device),
     )
     environment = (dict(os.environ) if entry.home is None else _inherited()) | {
@@ -188,17 +190,19 @@ def _inherited() -> dict[str, str]:
 
 
 ENGINES = {
-    "baton": _Engine("baton_worker", home=None, can_be_held=True),
+    "baton": _Engine("baton_worker", home=None, held_dtype="bfloat16"),
     "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
     "openvino": _Engine(
         "openvino_worker",
         home="openvino",
         prepare=_exported_for_openvino,
         devices=("cpu",),
-        can_be_held=True,
+        held_dtype="float32",  # its AVX2 kernels of attention know no other
     ),
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
 }
 """The engines, by their names in `--engines`."""
-_REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32", can_be_held=True)
+_REFERENCE = _Engine(
+    "transformers_worker", home="transformers", dtype="float32", held_dtype="float32"
+)

@@ -272,7 +272,7 @@ def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, mon
     monkeypatch.setenv("BATON_CPU_KERNELS", "avx2")
     names = machine.name_machine()
     assert (names["instruction_set"], names["forced_on"]) == ("avx2", best.name)
-    for engine in ("openvino", "vllm", "transformers"):
+    for engine in ("vllm", "transformers"):
         python = tmp_path / engine / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.touch()
