@@ -4,8 +4,13 @@ import argparse
 import os
 
 from baton.common.errors import ConfigurationError
-from benchmarks.gpu_machine import results_folder
-from benchmarks.machine import COMMIT_VARIABLE, holding_variables, in_words, name_machine
+from benchmarks.machine import (
+    COMMIT_VARIABLE,
+    holding_variables,
+    in_words,
+    name_machine,
+    results_folder,
+)
 from benchmarks.planned import PlannedPart, choose_parts, run_parts, summarize_reports
 
 __all__ = ["PARTS", "add_args", "main"]

@@ -12,17 +12,16 @@ from baton.common.errors import ConfigurationError
 from benchmarks import machine
 from benchmarks.peers.cases import PeerCase
 from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
-from benchmarks.peers.comparison import find_installed
-from benchmarks.peers.peer_messages import (
+from benchmarks.peers.comparison import find_installed, take_turns
+from benchmarks.peers.peer_process import (
     PeerAnswer,
     PeerError,
     PeerRun,
     format_run,
     parse_answer,
     parse_run,
+    peak_memory_bytes,
 )
-from benchmarks.peers.peer_process import peak_memory_bytes
-from benchmarks.peers.rounds import take_turns
 from benchmarks.peers.workers.worker_loop import Request, Result, run_stepped, serve
 from benchmarks.request import BenchRequest
 from kernels.library.variants import variants_for
