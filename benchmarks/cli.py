@@ -52,7 +52,7 @@ _COMMANDS = {
     "record": _Command(
         "benchmarks.record_command", "again what README and docs/performance.md show"
     ),
-    "scheduling": _Command("benchmarks.scheduling.command", "steps of the scheduler"),
+    "scheduling": _Command("benchmarks.scheduling_command", "steps of the scheduler"),
 }
 
 

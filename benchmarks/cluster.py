@@ -14,7 +14,7 @@ from baton.common.errors import UnavailableError
 from baton.common.request.results import Timings
 from baton.up.cluster import start_server, start_workers, stop_in_order
 from baton.up.plan import ClusterConfig, ClusterPlan, plan_cluster
-from benchmarks.report.output import write_line
+from benchmarks.output import write_line
 from engine.config import EngineConfig
 from rpc.server_config import MetricsConfig
 from worker.processes.run_folder import embedded_store, sharing_machine

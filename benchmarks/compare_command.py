@@ -12,11 +12,10 @@ from baton.common.machine_limits import affine_cores
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
+from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
-from benchmarks.peers.comparison import compare
-from benchmarks.peers.summary import summarize
-from benchmarks.report.output import write_line
+from benchmarks.peers.comparison import compare, summarize
 from engine.config import EngineConfig
 
 __all__ = ["add_args", "main", "print_comparison"]
@@ -118,7 +117,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
 def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
     """Returns the rates of the mixed requests through servers: two tiers, and one worker."""
     # Here, as it imports what servers need, which a machine with a GPU may lack.
-    from benchmarks.split_vs_whole import measure_rates
+    from benchmarks.split_command import measure_rates
 
     vocab_size = read_config(setting.model)["vocab_size"]
     case = build_cases(vocab_size)["mixed"]

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import RANDOM_MODELS, resolve_model, write_dummy_model
-from benchmarks.number_flags import add_number, add_numbers
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report, Table
+from benchmarks.output import (
+    add_number,
+    add_numbers,
+    add_output_args,
+    check_output_args,
+    flags_of,
+    write_report,
+)
+from benchmarks.report import Report, Table
 from engine.cli_args import add_engine_args, engine_config_from_args
 
 if TYPE_CHECKING:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
 from benchmarks.models import add_offline_args, offline_config
-from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.offline.cases import OfflineCase, make_cases
-from benchmarks.report.output import (
+from benchmarks.output import (
+    add_number,
+    add_numbers,
     add_output_args,
     check_output_args,
     flags_of,
     write_report,
     write_results,
 )
-from benchmarks.report.report import Panel, Report, Series, Table
+from benchmarks.report import Panel, Report, Series, Table
 
 if TYPE_CHECKING:
-    from benchmarks.offline.device_steps import DeviceStep
-    from benchmarks.offline.step_profile import StepProfile
+    from benchmarks.offline.steps import DeviceStep, StepProfile
     from engine.config import EngineConfig
 
 __all__ = ["add_args", "main"]
@@ -62,7 +62,7 @@ def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
         raise ConfigurationError("--async-scheduling runs phases side by side; profile without it")
 
     from benchmarks.offline.offline_engine import OfflineEngine
-    from benchmarks.offline.step_profile import profile_steps
+    from benchmarks.offline.steps import profile_steps
 
     profiles: list[StepProfile] = []
     with OfflineEngine(config) as engine:
@@ -90,9 +90,8 @@ def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
 
 
 def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
-    from benchmarks.offline.device_steps import measure_device_steps
-    from benchmarks.offline.floors import measure_floors
-    from benchmarks.offline.offline_engine import OfflineEngine
+    from benchmarks.offline.offline_engine import OfflineEngine, measure_floors
+    from benchmarks.offline.steps import measure_device_steps
     from engine.loop.core import EngineCore
     from engine.runtime.device import with_device_defaults
     from engine.runtime.model_runner import ModelRunner

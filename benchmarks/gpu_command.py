@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from baton.common.errors import ConfigurationError
-from benchmarks.gpu_machine import describe_gpu_machine, find_problem, results_folder, slug
+from benchmarks.machine import describe_gpu_machine, find_problem, results_folder, slug
+from benchmarks.output import write_results
 from benchmarks.planned import PartReport, PlannedPart, choose_parts, run_parts, summarize_reports
-from benchmarks.report.output import write_results
 
 __all__ = ["FULL", "SMOKE", "add_args", "main"]
 

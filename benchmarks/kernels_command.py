@@ -2,34 +2,48 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
+from benchmarks.kernels.case import DecoderShape, limit_s
+from benchmarks.kernels.measure import (
+    PRIMITIVES,
+    KernelOutcome,
+    KernelSetting,
+    make_cases,
+    measure,
+)
+from benchmarks.kernels.timing import cache_bytes_of
 from benchmarks.machine import describe_machine, in_words, with_best_ceilings
 from benchmarks.model_cost import Ceilings
-from benchmarks.report.output import (
+from benchmarks.models import RANDOM_MODELS
+from benchmarks.output import (
     add_output_args,
     check_output_args,
     flags_of,
     write_report,
     write_results,
 )
-from benchmarks.report.report import Report
+from benchmarks.report import Cell, Report, Table
 
-if TYPE_CHECKING:
-    from benchmarks.kernels.measure import KernelOutcome
-
-__all__ = ["add_args", "main"]
+__all__ = ["add_args", "main", "make_tables", "to_plain"]
 
 _DTYPES = ("bfloat16", "float32")
 _DEFAULT_MODEL = "llama-100m"
+_COLUMNS = (
+    *("what", "size", "ours us", "GB/s", "GFLOP/s", "limit us", "ours / limit"),
+    *("torch us", "torch / ours"),
+)
+_MIN_CREDIBLE_RATIO = 0.9
+"""Least credible ratio of a median to its limit: ceilings vary by some percent."""
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    from benchmarks.kernels.measure import PRIMITIVES
-    from benchmarks.models import RANDOM_MODELS
-
     parser.add_argument(
         "--model",
         choices=list(RANDOM_MODELS),
@@ -84,15 +98,7 @@ def main(args: argparse.Namespace) -> int:
     return int(any(outcome.difference is not None for outcome in outcomes))
 
 
-def _measure(args: argparse.Namespace, num_threads: int) -> Iterator["KernelOutcome"]:
-    import torch
-    from tqdm import tqdm
-
-    from benchmarks.kernels.case import DecoderShape
-    from benchmarks.kernels.measure import PRIMITIVES, KernelSetting, make_cases, measure
-    from benchmarks.kernels.timing import cache_bytes_of
-    from benchmarks.models import RANDOM_MODELS
-
+def _measure(args: argparse.Namespace, num_threads: int) -> Iterator[KernelOutcome]:
     device = torch.device(args.device)
     setting = KernelSetting(getattr(torch, args.dtype), num_threads, cache_bytes_of(device), device)
     _, config = RANDOM_MODELS[args.model]
@@ -106,9 +112,8 @@ def _report(
     args: argparse.Namespace,
     machine: Mapping[str, Any],
     num_threads: int,
-    outcomes: Sequence["KernelOutcome"],
+    outcomes: Sequence[KernelOutcome],
 ) -> Report:
-    from benchmarks.kernels.table import make_tables, to_plain
     from kernels.library.library import select
 
     ceilings, selection = Ceilings.of_machine(machine, args.dtype), select()
@@ -130,3 +135,60 @@ def _report(
             "outcomes": [to_plain(outcome, ceilings) for outcome in outcomes],
         },
     )
+
+
+def make_tables(outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> list[Table]:
+    """Returns one table per primitive, in the order of the outcomes."""
+    return [
+        _table(name, [outcome for outcome in outcomes if outcome.primitive == name], ceilings)
+        for name in dict.fromkeys(outcome.primitive for outcome in outcomes)
+    ]
+
+
+def to_plain(outcome: KernelOutcome, ceilings: Ceilings) -> dict[str, Any]:
+    """Returns an outcome as plain data for JSON."""
+    return asdict(outcome) | {"limit_s": limit_s(outcome.cost, ceilings)}
+
+
+def _table(primitive: str, outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> Table:
+    rows = [_row(outcome, ceilings) for outcome in outcomes]
+    return Table(primitive, _COLUMNS, rows, " ".join(_notes(outcomes, ceilings)))
+
+
+def _notes(outcomes: Sequence[KernelOutcome], ceilings: Ceilings) -> Iterator[str]:
+    wrong = [
+        f"{outcome.what}, {outcome.size}: {outcome.difference}"
+        for outcome in outcomes
+        if outcome.difference is not None
+    ]
+    if wrong:
+        yield f"Wrong results, not measured: {'; '.join(wrong)}."
+    if any(
+        outcome.kernel_s is not None
+        and outcome.kernel_s < _MIN_CREDIBLE_RATIO * limit_s(outcome.cost, ceilings)
+        for outcome in outcomes
+    ):
+        yield (
+            "Faster than the limit: the machine was disturbed while its ceilings were measured. "
+            "Measure again."
+        )
+
+
+def _row(outcome: KernelOutcome, ceilings: Ceilings) -> list[Cell]:
+    limit, cost = limit_s(outcome.cost, ceilings), outcome.cost
+    if outcome.kernel_s is None:
+        return [outcome.what, outcome.size, None, None, None, 1e6 * limit, None, None, None]
+    return [
+        outcome.what,
+        outcome.size,
+        1e6 * outcome.kernel_s,
+        cost.num_bytes / outcome.kernel_s / 1e9,
+        cost.num_operations / outcome.kernel_s / 1e9 if cost.num_operations else None,
+        1e6 * limit,
+        outcome.kernel_s / limit,
+        *_compared(outcome.kernel_s, outcome.reference_s),
+    ]
+
+
+def _compared(kernel_s: float, reference_s: float | None) -> list[Cell]:
+    return [None, None] if reference_s is None else [1e6 * reference_s, reference_s / kernel_s]

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words
 from benchmarks.models import add_offline_args, offline_config
-from benchmarks.number_flags import add_number, add_numbers
 from benchmarks.offline.cases import (
     CaseResult,
     OfflineCase,
@@ -19,8 +18,15 @@ from benchmarks.offline.cases import (
     run_times,
     summarize,
 )
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Panel, Report, Series, Table
+from benchmarks.output import (
+    add_number,
+    add_numbers,
+    add_output_args,
+    check_output_args,
+    flags_of,
+    write_report,
+)
+from benchmarks.report import Panel, Report, Series, Table
 
 __all__ = ["add_args", "main"]
 
@@ -48,8 +54,7 @@ def main(args: argparse.Namespace) -> None:
     cases = make_cases(args.batch_size, args.input_len, args.output_len)
     config = offline_config(args)
 
-    from benchmarks.offline.floors import measure_floors
-    from benchmarks.offline.offline_engine import OfflineEngine, peak_memory_bytes
+    from benchmarks.offline.offline_engine import OfflineEngine, measure_floors, peak_memory_bytes
 
     with OfflineEngine(config) as engine:
         runs = _run_cases(engine, cases, args.repeats)

@@ -6,16 +6,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from benchmarks.goodput import ServiceLevel
 from benchmarks.metrics import (
     Distribution,
     LoadMetrics,
+    ServiceLevel,
     first_tokens_ms,
     latencies_ms,
     token_gaps_ms,
     tokens_per_output_ms,
 )
-from benchmarks.report.report import Panel, Series, Table
+from benchmarks.report import Panel, Series, Table
 from benchmarks.request import MeasuredRequest
 
 __all__ = [

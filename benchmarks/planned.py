@@ -4,28 +4,68 @@ A part that crashes, hangs or leaves memory behind does not affect the others, a
 figures keeps those that it had written.
 """
 
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from baton.common.errors import ConfigurationError
-from benchmarks.gpu_machine import missing_of
-from benchmarks.timed_process import run_timed
+from benchmarks.machine import missing_of
 
 __all__ = [
     "PartReport",
     "PlannedPart",
     "choose_parts",
     "run_parts",
+    "run_timed",
     "summarize_reports",
     "time_for",
 ]
-
 _ROOT = Path(__file__).resolve().parents[1]
 _LAST_CHARACTERS = 2000
+
+
+def run_timed(
+    command: Sequence[str],
+    output: IO[bytes],
+    seconds: float,
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+) -> int | None:
+    """Runs a command; returns its exit status, or None if it was killed as its time was over.
+
+    Args:
+        command: the program and its arguments.
+        output: gets what it prints.
+        seconds: how long it may run.
+        folder: it runs there.
+        variables: of its environment, beside those of this process.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            # With the compilers and servers that it started, also after an interruption.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @dataclass(frozen=True, slots=True)

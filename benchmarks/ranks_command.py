@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report, Table
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report, Table
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 
 if TYPE_CHECKING:

@@ -12,15 +12,20 @@ from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.client import ClientTls
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
-from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
 from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.machine import in_words, name_machine
-from benchmarks.metrics import compute_metrics, distribution_of
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report
+from benchmarks.metrics import (
+    ServiceLevel,
+    add_goodput_arg,
+    compute_metrics,
+    distribution_of,
+    parse_service_level,
+)
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report
 from benchmarks.request import BenchRequest, EndpointDescription, MeasuredRequest
-from benchmarks.targets.open_target import opened_target
+from benchmarks.targets import opened_target
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]

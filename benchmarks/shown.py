@@ -66,7 +66,8 @@ def _compared(entry: Mapping[str, Any]) -> str:
 def _machine(results: Mapping[str, Any]) -> str:
     machine = results["machine"]
     known = (machine["cpu"], machine.get("instruction_set"), machine["commit"])
-    return ", ".join(text for text in known if text)
+    forced = f"forced on {machine['forced_on']}" if "forced_on" in machine else None
+    return ", ".join(text for text in (*known, forced) if text)
 
 
 def _rounded(value: float) -> str:

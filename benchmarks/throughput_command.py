@@ -13,8 +13,8 @@ from benchmarks.machine import in_words
 from benchmarks.metrics import LoadMetrics, compute_metrics
 from benchmarks.model_cost import floor_s
 from benchmarks.models import add_offline_args, offline_config
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report, Table
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report, Table
 from benchmarks.request import BenchRequest, MeasuredRequest, Workload
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
@@ -37,8 +37,7 @@ def main(args: argparse.Namespace) -> int:
     check_output_args(args)
     config = offline_config(args)
 
-    from benchmarks.offline.floors import measure_floors
-    from benchmarks.offline.offline_engine import OfflineEngine, peak_memory_bytes
+    from benchmarks.offline.offline_engine import OfflineEngine, measure_floors, peak_memory_bytes
 
     with OfflineEngine(config) as engine:
         workload = workload_from_args(args, engine.core.info.vocab_size)

@@ -10,16 +10,22 @@ from tqdm import tqdm
 
 from baton.common.flags.config_flags import flags_of_config
 from benchmarks.arrivals import add_rated_arrival_args
-from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.load import LoadLimits
 from benchmarks.machine import in_words, name_machine
+from benchmarks.metrics import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.models import add_model_arg, resolve_model
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Panel, Report, Series, Table
-from benchmarks.tune.candidate import AXES, Candidate
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Panel, Report, Series, Table
 from benchmarks.tune.driver import TuneLoad, engine_of, run_search
-from benchmarks.tune.points import Point, best_points, curve_of
-from benchmarks.tune.search import SearchSettings, coordinate_search
+from benchmarks.tune.search import (
+    AXES,
+    Candidate,
+    Point,
+    SearchSettings,
+    best_points,
+    coordinate_search,
+    curve_of,
+)
 from benchmarks.workloads.kind import refuse_below
 from benchmarks.workloads.registry import add_workload_args
 from engine.cli_args import add_engine_args, engine_config_from_args

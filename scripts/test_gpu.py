@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.common.machine_limits import usable_cores
-from benchmarks.gpu_machine import describe_gpu_machine, find_problem, results_folder
-from benchmarks.report.output import write_results
-from benchmarks.timed_process import run_timed
+from benchmarks.machine import describe_gpu_machine, find_problem, results_folder
+from benchmarks.output import write_results
+from benchmarks.planned import run_timed
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT_NAME = "gpu_tests.json"

@@ -8,20 +8,29 @@ from dataclasses import replace
 
 from baton import AsyncClient
 from baton.common.errors import ConfigurationError
-from benchmarks.chaos.cluster import ChaosCluster, shared_files
-from benchmarks.chaos.cluster_args import (
+from benchmarks.chaos.cluster import (
+    ChaosCluster,
     add_cluster_args,
     check_least,
     cluster_in_words,
     cluster_of,
+    counting_computed,
+    shared_files,
 )
-from benchmarks.chaos.computed import counting_computed
-from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
 from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
-from benchmarks.chaos.requests import ChaosRequest, Record, make_requests, send_all
+from benchmarks.chaos.requests import (
+    KINDS,
+    ChaosRequest,
+    Event,
+    Record,
+    has_ended,
+    make_requests,
+    make_schedule,
+    send_all,
+)
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report
 
 __all__ = ["add_args", "main"]
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.chaos.events import Event
-from benchmarks.chaos.requests import Record
-from benchmarks.report.report import Panel, Report, Series, Table
+from benchmarks.chaos.requests import Event, Record
+from benchmarks.report import Panel, Report, Series, Table
 
 __all__ = ["ChaosOutcome", "judge", "make_report"]
 

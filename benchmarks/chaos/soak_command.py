@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton import AsyncClient
-from benchmarks.chaos.cluster import ChaosCluster, shared_files
-from benchmarks.chaos.cluster_args import (
+from benchmarks.chaos.cluster import (
+    ChaosCluster,
     add_cluster_args,
     check_least,
     cluster_in_words,
     cluster_of,
+    shared_files,
 )
 from benchmarks.chaos.mixed_load import KINDS, MixedLoad
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Panel, Report, Series, Table
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Panel, Report, Series, Table
 
 __all__ = ["Growth", "add_args", "main"]
 

@@ -7,8 +7,18 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import CPU, Call, Case, DecoderShape, Numbers, Result, Sizes
-from benchmarks.kernels.cost import ByteSpan, Cost, attention_cost
+from benchmarks.kernels.case import (
+    CPU,
+    ByteSpan,
+    Call,
+    Case,
+    Cost,
+    DecoderShape,
+    Numbers,
+    Result,
+    Sizes,
+    attention_cost,
+)
 from kernels import AttentionMetadata, Rotation
 
 __all__ = ["BLOCK_SIZE", "attention_cases", "rotation_cases", "step_metadata"]

@@ -8,13 +8,13 @@ import torch
 from benchmarks.kernels.case import (
     Call,
     Case,
+    Cost,
     DecoderShape,
     Numbers,
     Result,
     Sizes,
     rows_in_words,
 )
-from benchmarks.kernels.cost import Cost
 from kernels import DrawTable, RuleTable
 
 __all__ = ["draw_cases", "rule_cases"]

@@ -14,14 +14,18 @@ import torch
 import kernels
 from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels.attention import attention_cases, rotation_cases
-from benchmarks.kernels.blocks import gather_cases, scatter_cases
-from benchmarks.kernels.case import CPU, SIZES, Case, DecoderShape, Numbers, Result, Sizes
-from benchmarks.kernels.cost import Cost
-from benchmarks.kernels.device_timing import sample_calls
+from benchmarks.kernels.case import CPU, SIZES, Case, Cost, DecoderShape, Numbers, Result, Sizes
 from benchmarks.kernels.draws import draw_cases, rule_cases
-from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
-from benchmarks.kernels.products import gated_linear_cases, linear_cases
-from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
+from benchmarks.kernels.layers import (
+    embed_cases,
+    gated_linear_cases,
+    gather_cases,
+    linear_cases,
+    maxima_cases,
+    norm_cases,
+    scatter_cases,
+)
+from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle, sample_calls
 from kernels import reference
 
 __all__ = [

@@ -9,7 +9,7 @@ from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, step_floor_s
 from benchmarks.request import BenchRequest, MeasuredRequest
 from benchmarks.workloads.kind import LengthRange
-from benchmarks.workloads.random_lengths import random_lengths
+from benchmarks.workloads.synthetic import random_lengths
 
 __all__ = ["CaseResult", "OfflineCase", "RunTimes", "make_cases", "run_times", "summarize"]
 

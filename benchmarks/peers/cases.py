@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
-from benchmarks.peers.peer_messages import PeerRun
+from benchmarks.peers.peer_process import PeerRun
 from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.workloads.kind import LengthRange
-from benchmarks.workloads.random_lengths import random_lengths
-from benchmarks.workloads.shared_prefixes import shared_prefixes
+from benchmarks.workloads.synthetic import random_lengths, shared_prefixes
 
 __all__ = [
     "CASE_NAMES",

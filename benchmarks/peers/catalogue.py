@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.common.errors import ConfigurationError
+from benchmarks.machine import holding_variables, instruction_set
 from benchmarks.peers.peer_process import Launch
 
-__all__ = ["ENGINES", "REFERENCE", "NotInstalledError", "Setting", "launch_of"]
+__all__ = ["ENGINES", "REFERENCE", "NotMeasurableError", "Setting", "launch_of"]
 
 REFERENCE = "reference"
 """The engine of the reference tokens: transformers in float32, one request at a time."""
@@ -22,8 +23,10 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 
 
-class NotInstalledError(ConfigurationError):
-    """An engine, or a library that it is measured with, is not installed."""
+class NotMeasurableError(ConfigurationError):
+    """An engine, or a library that it is measured with, is not installed, or the engine cannot be
+    held to an instruction set.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class _Engine:
         variables: environment variables beyond those that all engines get.
         dtype: the type that it computes in.
         devices: where it can be measured.
+        held_dtype: the type that it computes in while `holding_variables` hold it to an
+            instruction set; None if they do not hold all of it.
     """
 
     worker: str
@@ -72,6 +77,7 @@ class _Engine:
     variables: Callable[[Setting], Mapping[str, str]] = _no_variables
     dtype: str = "bfloat16"
     devices: tuple[str, ...] = ("cpu", "cuda")
+    held_dtype: str | None = None
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
@@ -79,20 +85,26 @@ def launch_of(engine: str, setting: Setting) -> Launch:
 
     Raises:
         ConfigurationError: the engine is unknown, or is not measured on the device.
-        NotInstalledError: its environment, or a library, is missing.
+        NotMeasurableError: its environment, or a library, is missing, or the run is held to an
+            instruction set and the engine cannot be.
     """
     entry = _entry(engine)
     if setting.device not in entry.devices:
         raise ConfigurationError(f"--engines has {engine!r}, which is not measured on a GPU")
+    held = holding_variables()
+    dtype = entry.held_dtype if held else entry.dtype
+    if dtype is None:
+        raise NotMeasurableError(f"{engine} cannot be held to {instruction_set()}")
     python = _python(engine, entry, setting)
     command = (
         *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
-        *("--num-threads", str(setting.num_threads), "--dtype", entry.dtype),
+        *("--num-threads", str(setting.num_threads), "--dtype", dtype),
         *("--max-model-len", str(setting.max_model_len), "--device", setting.device),
     )
     environment = (dict(os.environ) if entry.home is None else _inherited()) | {
         "OMP_NUM_THREADS": str(setting.num_threads),
         "HF_HUB_OFFLINE": "1",
+        **held,
         **entry.variables(setting),
     }
     return Launch(engine, command, environment, setting.peers_folder / "logs" / f"{engine}.log")
@@ -113,7 +125,7 @@ def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
     if not python.exists() and setting.device != "cpu":
         return Path(sys.executable)  # a machine with a GPU may have no other
     if not python.exists():
-        raise NotInstalledError(
+        raise NotMeasurableError(
             f"{engine} has no environment in {python.parents[1]}; make it with "
             f"{_HERE / 'make_env.sh'} {entry.home} {python.parents[1]}"
         )
@@ -136,7 +148,7 @@ def _tcmalloc() -> Path:
     for folder in _TCMALLOC_FOLDERS:
         for library in sorted(Path(folder).glob("libtcmalloc_minimal.so.*")):
             return library
-    raise NotInstalledError(
+    raise NotMeasurableError(
         "vllm is to run with tcmalloc, which is missing; apt-get install libtcmalloc-minimal4"
     )
 
@@ -178,13 +190,19 @@ def _inherited() -> dict[str, str]:
 
 
 ENGINES = {
-    "baton": _Engine("baton_worker", home=None),
+    "baton": _Engine("baton_worker", home=None, held_dtype="bfloat16"),
     "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
     "openvino": _Engine(
-        "openvino_worker", home="openvino", prepare=_exported_for_openvino, devices=("cpu",)
+        "openvino_worker",
+        home="openvino",
+        prepare=_exported_for_openvino,
+        devices=("cpu",),
+        held_dtype="float32",  # its AVX2 kernels of attention know no other
     ),
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
 }
 """The engines, by their names in `--engines`."""
-_REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32")
+_REFERENCE = _Engine(
+    "transformers_worker", home="transformers", dtype="float32", held_dtype="float32"
+)

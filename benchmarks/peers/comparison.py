@@ -1,24 +1,176 @@
-"""Compares engines: starts them, runs the cases in turn, and checks their tokens."""
+"""Compares engines: runs the cases in turn, summarizes the rounds, and checks the tokens.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+Every case runs on every engine in turn, so that changes of the machine's speed affect all.
+
+The agreement with greedy tokens of transformers in float32 is a sanity check. Rounding to bfloat16
+changes near-ties, and random weights have many. So correct engines differ from the reference after
+some tokens, and all their later tokens differ. An engine that differs at once on most prompts is
+wrong.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from baton.common.errors import ConfigurationError
+from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import read_config
-from benchmarks.peers.cases import PeerCase, build_cases, requests_of_round
-from benchmarks.peers.catalogue import REFERENCE, NotInstalledError, Setting, launch_of
-from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
-from benchmarks.peers.peer_process import Launch, PeerProcess
-from benchmarks.peers.rounds import Runs, take_turns
-from benchmarks.peers.summary import summarize_agreement
+from benchmarks.peers.cases import Figure, PeerCase, build_cases, requests_of_round
+from benchmarks.peers.catalogue import REFERENCE, NotMeasurableError, Setting, launch_of
+from benchmarks.peers.peer_process import Launch, PeerAnswer, PeerProcess, PeerRun
 from benchmarks.request import BenchRequest
 
-__all__ = ["Comparison", "compare", "find_installed"]
+__all__ = [
+    "BATON",
+    "Comparison",
+    "RoundPeer",
+    "Runs",
+    "compare",
+    "find_installed",
+    "first_difference",
+    "running",
+    "summarize",
+    "summarize_agreement",
+    "take_turns",
+]
 
+_WARM_UP_SHARE = 4
+"""The round that does not count has one in so many of each case's requests."""
+
+Runs = dict[str, dict[str, list[PeerRun]]]
+"""The runs by engine, then by case, in the order of the rounds."""
+BATON = "baton"
 _NUM_CHECKED = 2
 """Requests of each case whose tokens are compared with the reference's."""
+
+
+class RoundPeer(Protocol):
+    """The part of `PeerProcess` that rounds use."""
+
+    def run(self, requests: Sequence[BenchRequest]) -> PeerRun:
+        """Runs the requests."""
+
+    def reset(self) -> None:
+        """Empties the engine's prefix caches."""
+
+    def pause(self) -> None:
+        """Stops the engine, so that it uses no CPU."""
+
+    def resume(self) -> None:
+        """Continues the engine."""
+
+
+@contextmanager
+def running(peer: RoundPeer) -> Iterator[RoundPeer]:
+    """Continues a paused engine, and pauses it again at the end."""
+    peer.resume()
+    try:
+        yield peer
+    finally:
+        peer.pause()
+
+
+def take_turns(
+    peers: Mapping[str, RoundPeer],
+    cases: Sequence[PeerCase],
+    vocab_size: int,
+    repeats: int,
+    write_line: Callable[[str], None],
+    before_round: Callable[[], None],
+) -> Runs:
+    """Runs all cases `repeats` times, after a round with fewer requests that does not count.
+
+    Args:
+        peers: paused engines by name. One runs at a time.
+        cases: the cases.
+        vocab_size: the model's vocabulary.
+        repeats: rounds that count.
+        write_line: called with a line about each run.
+        before_round: called before each round that counts, while all engines are paused.
+    """
+    runs: Runs = {name: {case.name: [] for case in cases} for name in peers}
+    for number in range(1 + repeats):
+        if number:
+            before_round()
+        for case in cases:
+            requests = requests_of_round(case, number, vocab_size)
+            if not number:
+                requests = requests[: -(-len(requests) // _WARM_UP_SHARE)]
+            for name in _rotated(list(peers), number):
+                with running(peers[name]) as peer:
+                    peer.reset()
+                    run = peer.run(requests)
+                write_line(
+                    f"round {number} of {repeats}: {case.name} on {name}: {run.wall_s:.2f} s"
+                )
+                if number:
+                    runs[name][case.name].append(run)
+    return runs
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    """Returns the names in another order each round, so that no engine always follows another."""
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def summarize(
+    runs: Runs, cases: Sequence[PeerCase], shape: ModelShape, ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    """Returns an entry for each figure of each case.
+
+    An entry has the `case`, the `figure`, `is_less_better`, the `floor`, and by engine the `median`
+    and all `values`. If the engines are Baton and at least one peer, it also has `best_peer`, and
+    `baton_to_best_peer`: Baton's median over that peer's.
+    """
+    return [
+        _entry(case, figure, {name: by_case[case.name] for name, by_case in runs.items()})
+        | {"floor": round(figure.floor(case.requests, shape, ceilings), 2)}
+        for case in cases
+        for figure in case.figures
+    ]
+
+
+def _entry(case: PeerCase, figure: Figure, runs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    values = {
+        name: [figure.of_run(case.requests, run) for run in own] for name, own in runs.items()
+    }
+    medians = {name: statistics.median(own) for name, own in values.items()}
+    return {
+        "case": case.name,
+        "figure": figure.name,
+        "is_less_better": figure.is_less_better,
+        "median": {name: round(median, 2) for name, median in medians.items()},
+        "values": {name: [round(value, 2) for value in own] for name, own in values.items()},
+        **_ratio(medians, figure.is_less_better),
+    }
+
+
+def _ratio(medians: Mapping[str, float], is_less_better: bool) -> dict[str, Any]:
+    peers = [name for name in medians if name != BATON]
+    if BATON not in medians or not peers:
+        return {}
+    best = (min if is_less_better else max)(peers, key=lambda name: medians[name])
+    return {"best_peer": best, "baton_to_best_peer": round(medians[BATON] / medians[best], 3)}
+
+
+def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """Returns how many tokens agree before the first difference."""
+    pairs = zip(tokens, expected, strict=True)
+    return next((i for i, (token, other) in enumerate(pairs) if token != other), len(tokens))
+
+
+def summarize_agreement(
+    answers: Sequence[PeerAnswer], expected: Sequence[PeerAnswer]
+) -> dict[str, object]:
+    """Returns, for each prompt, the tokens before the first difference and all tokens."""
+    agreeing = [
+        first_difference(answer.token_ids, other.token_ids)
+        for answer, other in zip(answers, expected, strict=True)
+    ]
+    return {"agreeing": agreeing, "of": [len(answer.token_ids) for answer in answers]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +248,7 @@ def find_installed(
     for name in engines:
         try:
             launches[name] = launch_of(name, setting)
-        except NotInstalledError as error:
+        except NotMeasurableError as error:
             missing[name] = error.message
     return launches, missing
 

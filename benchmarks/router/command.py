@@ -18,8 +18,8 @@ from typing import Any
 from baton.common.errors import InternalError
 from baton.common.model_files.named_models import demo_model_path
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report, Table
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report, Table
 from rpc.probe import wait_until_serving
 
 __all__ = ["add_args", "main"]

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from baton.common.errors import ConfigurationError
 from baton.common.machine_limits import usable_cores
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report.report import Report
+from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report import Report
 
 if TYPE_CHECKING:
-    from benchmarks.transfer.backends import TransferBackend
-    from benchmarks.transfer.plan import Plan
+    from benchmarks.transfer.plan import Plan, TransferBackend
 
 __all__ = ["add_args", "main"]
 
@@ -86,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 def _backends(
     plan: "Plan", urls: Sequence[str] | None
 ) -> Iterator[tuple[list["TransferBackend"], list[str]]]:
-    from benchmarks.transfer.backends import machine_backends, named_backend
+    from benchmarks.transfer.plan import machine_backends, named_backend
 
     if urls:
         yield [named_backend(url) for url in urls], []

@@ -16,9 +16,8 @@ from typing import Any
 from baton.common.errors import BatonError
 from benchmarks.cluster import ClusterAnswer, ServedCluster, served_cluster
 from benchmarks.models import write_dummy_model
-from benchmarks.transfer.backends import TransferBackend
 from benchmarks.transfer.end_host import TransferRefusedError
-from benchmarks.transfer.plan import Plan
+from benchmarks.transfer.plan import Plan, TransferBackend
 from engine.config import EngineConfig
 
 __all__ = ["Trace", "hidden_figures", "measure_prompts", "token_figures"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.report.report import Cell, Table
+from benchmarks.report import Cell, Table
 
 __all__ = [
     "aim_table",

@@ -10,14 +10,11 @@ from baton.common.errors import BatonError
 from baton.up.plan import ClusterConfig
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.cluster import running_cluster
-from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
-from benchmarks.metrics import compute_metrics
+from benchmarks.metrics import ServiceLevel, compute_metrics
 from benchmarks.request import Target, with_fresh_tokens
-from benchmarks.targets.open_target import opened_target
-from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.points import Point
-from benchmarks.tune.search import Trial
+from benchmarks.targets import opened_target
+from benchmarks.tune.search import Candidate, Point, Trial
 from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
 from worker.processes.run_folder import embedded_store

@@ -10,13 +10,162 @@ axis at a time as long as goodput rises.
 """
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from benchmarks.tune.candidate import Axis, Candidate
+from benchmarks.metrics import LoadMetrics
 
-__all__ = ["SearchSettings", "Trial", "climb", "coordinate_search"]
+__all__ = [
+    "AXES",
+    "Axis",
+    "Candidate",
+    "Point",
+    "SearchSettings",
+    "Trial",
+    "best_points",
+    "climb",
+    "coordinate_search",
+    "curve_of",
+]
+
+_MIN_SEQS, _MAX_SEQS = 1, 4096
+_MIN_TOKENS, _MAX_TOKENS = 64, 1 << 17
+Curve = dict[float, float]
+"""Goodput by request rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Flags of `baton serve`.
+
+    Attributes:
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        long_prefill_token_threshold: most tokens of one prompt in one step; None for all.
+        num_prefill: prefill workers; with 0, decode workers compute prompts.
+        num_decode: decode workers.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int | None
+    num_prefill: int
+    num_decode: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_prefill}:{self.num_decode}, seqs {self.max_num_seqs}, tokens "
+            f"{self.max_num_batched_tokens}, chunk {self.long_prefill_token_threshold or 'any'}"
+        )
+
+
+Axis = Callable[[Candidate, int], Candidate | None]
+"""Returns the neighbour one step up (+1) or down (-1); None at the end of the axis."""
+
+
+def _step_seqs(candidate: Candidate, direction: int) -> Candidate | None:
+    seqs = _scaled(candidate.max_num_seqs, direction)
+    is_useful = _MIN_SEQS <= seqs <= min(_MAX_SEQS, candidate.max_num_batched_tokens)
+    return replace(candidate, max_num_seqs=seqs) if is_useful else None
+
+
+def _step_tokens(candidate: Candidate, direction: int) -> Candidate | None:
+    tokens = _scaled(candidate.max_num_batched_tokens, direction)
+    threshold = candidate.long_prefill_token_threshold
+    is_useful = max(_MIN_TOKENS, candidate.max_num_seqs, (threshold or 0) + 1) <= tokens
+    if not is_useful or tokens > _MAX_TOKENS:
+        return None
+    return replace(candidate, max_num_batched_tokens=tokens)
+
+
+def _step_threshold(candidate: Candidate, direction: int) -> Candidate | None:
+    """Steps over powers of two below the step's budget; the highest value is no threshold."""
+    budget, now = candidate.max_num_batched_tokens, candidate.long_prefill_token_threshold
+    if now is None and direction > 0:
+        return None
+    threshold: int | None = _scaled(budget if now is None else now, direction)
+    assert threshold is not None
+    if threshold < _MIN_TOKENS:
+        return None
+    if threshold >= budget:
+        threshold = None
+    return replace(candidate, long_prefill_token_threshold=threshold)
+
+
+def _step_ratio(candidate: Candidate, direction: int) -> Candidate | None:
+    """Moves one worker from a tier to the other."""
+    prefill, decode = candidate.num_prefill + direction, candidate.num_decode - direction
+    if prefill < 0 or decode < 1:
+        return None
+    return replace(candidate, num_prefill=prefill, num_decode=decode)
+
+
+def _scaled(value: int, direction: int) -> int:
+    return value * 2 if direction > 0 else value // 2
+
+
+AXES: tuple[Axis, ...] = (_step_ratio, _step_seqs, _step_tokens, _step_threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The figures of a candidate at one request rate.
+
+    Attributes:
+        candidate: the flags.
+        request_rate: requests sent per second.
+        goodput: good requests per second.
+        share: share of the requests that were good.
+        ttft_p90_ms: 90th percentile of the TTFT of requests that succeeded; None without any.
+        tpot_p90_ms: 90th percentile of their TPOT; None without any.
+        num_failed: requests that failed.
+    """
+
+    candidate: Candidate
+    request_rate: float
+    goodput: float
+    share: float
+    ttft_p90_ms: float | None
+    tpot_p90_ms: float | None
+    num_failed: int
+
+    @classmethod
+    def of(cls, candidate: Candidate, request_rate: float, metrics: LoadMetrics) -> "Point":
+        """Returns the point of a run with a service level."""
+        assert metrics.goodput is not None
+        return cls(
+            candidate=candidate,
+            request_rate=request_rate,
+            goodput=metrics.goodput.requests_per_s,
+            share=metrics.goodput.share,
+            ttft_p90_ms=metrics.ttft_ms.p90 if metrics.ttft_ms else None,
+            tpot_p90_ms=metrics.tpot_ms.p90 if metrics.tpot_ms else None,
+            num_failed=metrics.num_failed,
+        )
+
+    @classmethod
+    def without_goodput(cls, candidate: Candidate, request_rate: float) -> "Point":
+        """Returns the point of a candidate that fails."""
+        return cls(candidate, request_rate, 0.0, 0.0, None, None, 0)
+
+
+def best_points(points: Sequence[Point]) -> list[Point]:
+    """Returns each candidate's point with the highest goodput, the best candidate first.
+
+    Among equal points, the one measured first counts.
+    """
+    best: dict[Candidate, Point] = {}
+    for point in points:
+        if point.candidate not in best or point.goodput > best[point.candidate].goodput:
+            best[point.candidate] = point
+    return sorted(best.values(), key=lambda point: -point.goodput)
+
+
+def curve_of(points: Sequence[Point], candidate: Candidate) -> list[Point]:
+    """Returns a candidate's points, ordered by request rate."""
+    own = (point for point in points if point.candidate == candidate)
+    return sorted(own, key=lambda point: point.request_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +196,6 @@ class SearchSettings:
     max_doublings: int = 10
 
 
-Curve = dict[float, float]
-"""Goodput by request rate."""
 Climb = Generator[Trial, float, Curve]
 
 

@@ -5,22 +5,16 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 from benchmarks.request import Workload
-from benchmarks.workloads import (
-    conversations,
-    random_lengths,
-    shared_prefixes,
-    sharegpt,
-    trace,
-)
+from benchmarks.workloads import sharegpt, synthetic, trace
 from benchmarks.workloads.kind import Flag, Kind, refuse_below
 
 __all__ = ["KINDS", "add_workload_args", "workload_from_args"]
 
 KINDS: dict[str, Kind] = {
-    "random": random_lengths.RANDOM,
-    "shared-prefix": shared_prefixes.KIND,
-    "conversation": conversations.KIND,
-    "long": random_lengths.LONG,
+    "random": synthetic.RANDOM,
+    "shared-prefix": synthetic.SHARED_PREFIX,
+    "conversation": synthetic.CONVERSATION,
+    "long": synthetic.LONG,
     "sharegpt": sharegpt.KIND,
     "trace": trace.KIND,
 }

@@ -6,10 +6,9 @@ import pytest
 
 from baton.cli import main
 from benchmarks.model_cost import Ceilings
-from benchmarks.offline import device_steps
-from benchmarks.offline.device_steps import measure_device_steps
-from benchmarks.offline.floors import Floors, read_shape
-from benchmarks.offline.offline_engine import OfflineEngine
+from benchmarks.offline import steps as device_steps
+from benchmarks.offline.offline_engine import Floors, OfflineEngine, read_shape
+from benchmarks.offline.steps import measure_device_steps
 from engine.config import EngineConfig
 from engine.loop.core import EngineCore
 from engine.runtime.model_runner import ModelRunner

@@ -9,9 +9,8 @@ import pytest
 from baton.cli import main
 from benchmarks import ceilings
 from benchmarks.models import RANDOM_MODELS
-from benchmarks.offline.floors import measure_floors
-from benchmarks.offline.offline_engine import OfflineEngine
-from benchmarks.offline.step_profile import profile_steps
+from benchmarks.offline.offline_engine import OfflineEngine, measure_floors
+from benchmarks.offline.steps import profile_steps
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint

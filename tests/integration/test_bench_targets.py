@@ -5,7 +5,7 @@ import pytest
 from baton.common.errors import ConfigurationError, UnavailableError
 from benchmarks.load import LoadLimits, run_load
 from benchmarks.request import BenchRequest
-from benchmarks.targets.open_target import open_target, opened_target
+from benchmarks.targets import open_target, opened_target
 from tests.support.fake_completions import running_fake_completions
 from tests.support.fake_generation import running_fake_generation
 

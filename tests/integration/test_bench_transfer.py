@@ -5,9 +5,8 @@ import json
 import pytest
 
 from baton.cli import main
-from benchmarks.transfer.backends import named_backend
 from benchmarks.transfer.moves import measure_moves
-from benchmarks.transfer.plan import SMOKE
+from benchmarks.transfer.plan import SMOKE, named_backend
 from tests.support.nixl_remote import needs_process_vm_readv
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_command import FULL
-from benchmarks.gpu_machine import RESULTS_VARIABLE
+from benchmarks.machine import RESULTS_VARIABLE
 from tests.support.gpu_image import ABSENT, environment_without_git, make_gpu_image
 
 pytestmark = pytest.mark.slow  # importing torch takes seconds in each process
@@ -58,7 +58,7 @@ def test_all_files_of_tests_are_collected(image):
 def test_the_suite_writes_its_results_to_the_named_folder(image, tmp_path):
     script = (
         "from pathlib import Path\n"
-        "from benchmarks.gpu_machine import results_folder\n"
+        "from benchmarks.machine import results_folder\n"
         "from scripts import test_gpu\n"
         "path = results_folder() / test_gpu.REPORT_NAME\n"
         "folder = Path('tests/triton').resolve()\n"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.gpu_machine import RESULTS_VARIABLE
+from benchmarks.machine import RESULTS_VARIABLE
 from scripts import test_gpu as gpu_suite
 
 _MIXED = """

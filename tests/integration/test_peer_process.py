@@ -11,8 +11,7 @@ import pytest
 from baton.common.model_files.named_models import demo_model_path
 from benchmarks.peers import peer_process
 from benchmarks.peers.catalogue import Setting, launch_of
-from benchmarks.peers.peer_messages import PeerError
-from benchmarks.peers.peer_process import Launch, PeerProcess
+from benchmarks.peers.peer_process import Launch, PeerError, PeerProcess
 from benchmarks.request import BenchRequest
 
 WORKERS = Path(peer_process.__file__).parent / "workers"

@@ -6,13 +6,20 @@ from hypothesis import strategies as st
 
 from baton.common.errors import InternalError, UnavailableError
 from baton.common.request.results import CompletionChunk
-from benchmarks.chaos.computed import ComputedTokens
-from benchmarks.chaos.events import KINDS, Event, has_ended, make_schedule
+from benchmarks.chaos.cluster import ComputedTokens
 from benchmarks.chaos.mixed_load import MixedLoad
 from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
-from benchmarks.chaos.requests import Record, make_requests, send_all
+from benchmarks.chaos.requests import (
+    KINDS,
+    Event,
+    Record,
+    has_ended,
+    make_requests,
+    make_schedule,
+    send_all,
+)
 from benchmarks.chaos.soak_command import Growth
-from benchmarks.report.report import format_report
+from benchmarks.report import format_report
 
 TARGETS = ("router-0", "prefill-0", "decode-0")
 REQUESTS = make_requests(6, vocab_size=100, seed=1)

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from baton.cli import main
-from benchmarks import gpu_command, gpu_machine
+from benchmarks import gpu_command, machine
 from benchmarks.cli import _COMMANDS
 from benchmarks.gpu_command import FULL, SMOKE
-from benchmarks.gpu_machine import slug
-from benchmarks.kernels import device_timing
+from benchmarks.kernels import timing
 from benchmarks.kernels.case import SIZES, DecoderShape
 from benchmarks.kernels.measure import PRIMITIVES, make_cases
+from benchmarks.machine import slug
 from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
 from benchmarks.models import RANDOM_MODELS, offline_config, resolve_model, write_random_config
-from benchmarks.offline.floors import read_shape
+from benchmarks.offline.offline_engine import read_shape
 from benchmarks.planned import PartReport, PlannedPart
 from engine.config import EngineConfig
 from tests.support.bench_flags import parse_bench
@@ -87,11 +87,11 @@ def test_a_slug_makes_a_file_name_of_a_device_name():
 
 def test_all_missing_packages_are_named_in_one_line(monkeypatch):
     absent = {"triton", "xxhash", "pytest"}
-    monkeypatch.setattr(gpu_machine, "find_spec", lambda name: None if name in absent else name)
-    assert gpu_machine.find_problem() == (
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in absent else name)
+    assert machine.find_problem() == (
         "not installed: triton, xxhash; on a GPU machine: pip install 'baton-llm[gpu]'"
     )
-    assert gpu_machine.find_problem("gpu,test", ["pytest"]) == (
+    assert machine.find_problem("gpu,test", ["pytest"]) == (
         "not installed: triton, xxhash, pytest; on a GPU machine: pip install 'baton-llm[gpu,test]'"
     )
 
@@ -117,7 +117,7 @@ class Mark:
 
 def test_launch_ahead_marks_the_start_and_end_of_each_call():
     launched = []
-    marks = device_timing._launch_ahead(lambda: launched.append(1), 3, lambda: Mark([]))
+    marks = timing._launch_ahead(lambda: launched.append(1), 3, lambda: Mark([]))
     assert len(launched) == 3
     assert len(set(marks)) == 4
 
@@ -136,7 +136,7 @@ def test_a_device_that_catches_up_with_the_host_raises_an_error():
             reached.extend(marks)
 
     with pytest.raises(RuntimeError, match="the device came to call 3 of 5 before all of it was"):
-        device_timing._launch_ahead(launch, 5, mark)
+        timing._launch_ahead(launch, 5, mark)
 
 
 # The command

@@ -5,11 +5,17 @@ import torch
 
 from benchmarks.ceilings import Rates
 from benchmarks.kernels.attention import BLOCK_SIZE, step_metadata
-from benchmarks.kernels.case import DecoderShape
-from benchmarks.kernels.cost import ByteSpan, Cost, attention_cost, limit_s, product_cost
+from benchmarks.kernels.case import (
+    ByteSpan,
+    Cost,
+    DecoderShape,
+    attention_cost,
+    limit_s,
+    product_cost,
+)
 from benchmarks.kernels.measure import PRIMITIVES, KernelOutcome, find_difference, make_cases
-from benchmarks.kernels.table import make_tables, to_plain
 from benchmarks.kernels.timing import Cycle, last_level_cache_bytes, median_call_s, plan_cycle
+from benchmarks.kernels_command import make_tables, to_plain
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 

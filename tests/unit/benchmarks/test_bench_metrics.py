@@ -3,8 +3,7 @@
 import pytest
 
 from baton.common.errors import ConfigurationError
-from benchmarks.goodput import ServiceLevel, parse_service_level
-from benchmarks.metrics import compute_metrics, peak_concurrency
+from benchmarks.metrics import ServiceLevel, compute_metrics, parse_service_level, peak_concurrency
 from benchmarks.request import MeasuredRequest
 
 # Sent at 1 s; tokens after 0.1, 0.2, 0.2 (one message of two) and 0.5 s; ends after 0.6 s.

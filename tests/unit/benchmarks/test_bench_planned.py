@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli import main
 from baton.common.errors import ConfigurationError
-from benchmarks import record_command, timed_process
+from benchmarks import planned, record_command
 from benchmarks.cli import _COMMANDS
 from benchmarks.gpu_command import FULL
 from benchmarks.machine import instruction_set
@@ -40,7 +40,7 @@ def test_parts_are_chosen_in_the_order_of_the_plan():
 @pytest.fixture
 def scripted(monkeypatch):
     """Makes the parts run scripts in place of benchmarks."""
-    real = timed_process.subprocess.Popen
+    real = planned.subprocess.Popen
 
     def popen(command, **options):
         assert command[1:3] == ["-m", "benchmarks"]
@@ -60,7 +60,7 @@ def scripted(monkeypatch):
             process.wait = wait_until_written
         return process
 
-    monkeypatch.setattr(timed_process.subprocess, "Popen", popen)
+    monkeypatch.setattr(planned.subprocess, "Popen", popen)
 
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text('{}'); print('figures')"

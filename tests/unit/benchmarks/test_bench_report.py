@@ -7,12 +7,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from baton.common.errors import ConfigurationError
-from benchmarks.goodput import ServiceLevel
+from benchmarks.figures import panel_svg, render_page
 from benchmarks.latency_report import cumulative, in_flight, latency_panels, token_rate
-from benchmarks.report.figures import panel_svg
-from benchmarks.report.output import add_output_args, check_output_args, write_report
-from benchmarks.report.page import render_page
-from benchmarks.report.report import Panel, Report, Series, Table, format_cell, format_table
+from benchmarks.metrics import ServiceLevel
+from benchmarks.output import add_output_args, check_output_args, write_report
+from benchmarks.report import Panel, Report, Series, Table, format_cell, format_table
 from benchmarks.request import MeasuredRequest
 
 STYLES = ("line", "steps", "fill", "points", "marked")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.common.errors import UnavailableError
-from benchmarks import split_vs_whole
+from benchmarks import split_command
 from benchmarks.cluster import ServedCluster
 from benchmarks.peers.cases import build_cases, requests_of_round
 from engine.config import EngineConfig
@@ -33,7 +33,7 @@ def write_nothing(line):
 async def test_clusters_take_turns_and_the_first_round_does_not_count():
     log = []
     clusters = {name: ServedCluster(FakeClient(name, log), ()) for name in ("whole", "split")}
-    rates = await split_vs_whole._take_turns(clusters, ROUNDS, write_nothing)
+    rates = await split_command._take_turns(clusters, ROUNDS, write_nothing)
     assert {name: len(values) for name, values in rates.items()} == {"whole": 2, "split": 2}
     assert [log[index][0] for index in range(0, len(log), 48)] == [
         *("whole", "split"),
@@ -48,7 +48,7 @@ async def test_clusters_take_turns_and_the_first_round_does_not_count():
 async def test_a_stream_that_lacks_tokens_is_refused():
     clusters = {"whole": ServedCluster(FakeClient("whole", [], missing=1), ())}
     with pytest.raises(UnavailableError, match="were asked for"):
-        await split_vs_whole._take_turns(clusters, ROUNDS[:1], write_nothing)
+        await split_command._take_turns(clusters, ROUNDS[:1], write_nothing)
 
 
 async def test_the_ratio_is_computed_from_medians(monkeypatch):
@@ -59,7 +59,7 @@ async def test_the_ratio_is_computed_from_medians(monkeypatch):
     async def no_cluster(engine, *, num_prefill):
         yield None
 
-    monkeypatch.setattr(split_vs_whole, "_take_turns", rates)
-    monkeypatch.setattr(split_vs_whole, "served_cluster", no_cluster)
-    result = await split_vs_whole.measure_rates(EngineConfig(model="none"), ROUNDS, write_nothing)
+    monkeypatch.setattr(split_command, "_take_turns", rates)
+    monkeypatch.setattr(split_command, "served_cluster", no_cluster)
+    result = await split_command.measure_rates(EngineConfig(model="none"), ROUNDS, write_nothing)
     assert (result["whole"], result["split"], result["split_to_whole"]) == (20.0, 18.0, 0.9)

@@ -9,11 +9,11 @@ import pytest
 from baton.common.errors import ConfigurationError
 from baton.common.request.results import Timings
 from benchmarks.cluster import ClusterAnswer
-from benchmarks.report.report import format_table
-from benchmarks.transfer import backends, command, tables
+from benchmarks.report import format_table
+from benchmarks.transfer import command, plan, tables
 from benchmarks.transfer.end_host import TransferRefusedError, block_keys
 from benchmarks.transfer.ends import Ends
-from benchmarks.transfer.moves import _figures
+from benchmarks.transfer.moves import ColdMemory, _figures
 from benchmarks.transfer.plan import FULL, SMOKE
 from benchmarks.transfer.prompts import (
     _LOAD_SECONDS,
@@ -26,7 +26,6 @@ from benchmarks.transfer.prompts import (
     hidden_figures,
     token_figures,
 )
-from benchmarks.transfer.raw import ColdMemory
 
 
 class FakeHost:
@@ -250,7 +249,7 @@ def test_refused_rows_have_a_reason_and_no_figures():
     ],
 )
 def test_the_url_determines_the_baseline_of_a_connector(url, name, raw, is_shared, lends):
-    backend = backends.named_backend(url)
+    backend = plan.named_backend(url)
     assert (backend.name, backend.raw) == (name, raw)
     assert (backend.is_shared, backend.lends) == (is_shared, lends)
 

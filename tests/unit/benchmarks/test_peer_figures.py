@@ -6,8 +6,8 @@ from benchmarks.compare_command import print_comparison
 from benchmarks.machine import with_best_ceilings, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
-from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
-from benchmarks.peers.summary import first_difference, summarize, summarize_agreement
+from benchmarks.peers.comparison import first_difference, summarize, summarize_agreement
+from benchmarks.peers.peer_process import PeerAnswer, PeerRun
 from benchmarks.request import BenchRequest
 
 SHAPE = ModelShape(

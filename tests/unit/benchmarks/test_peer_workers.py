@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from baton.common.errors import ConfigurationError
+from benchmarks import machine
 from benchmarks.peers.cases import PeerCase
 from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
-from benchmarks.peers.comparison import find_installed
-from benchmarks.peers.peer_messages import (
+from benchmarks.peers.comparison import find_installed, take_turns
+from benchmarks.peers.peer_process import (
     PeerAnswer,
     PeerError,
     PeerRun,
     format_run,
     parse_answer,
     parse_run,
+    peak_memory_bytes,
 )
-from benchmarks.peers.peer_process import peak_memory_bytes
-from benchmarks.peers.rounds import take_turns
 from benchmarks.peers.workers.worker_loop import Request, Result, run_stepped, serve
 from benchmarks.request import BenchRequest
+from kernels.library.variants import variants_for
 
 REQUESTS = [BenchRequest((1, 2), 2), BenchRequest((3,), 1, arrival_s=0.5)]
 
@@ -186,6 +187,19 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     assert len({prompt for _, prompt in round_0 + round_1 + round_2} - {"reset"}) == 6
 
 
+def test_the_round_that_does_not_count_has_a_quarter_of_the_requests():
+    sizes = []
+
+    class SizedPeer(FakePeer):
+        def run(self, requests):
+            sizes.append(len(requests))
+            return super().run(requests)
+
+    case = PeerCase("x", [BenchRequest((1,), 1)] * 5, ())
+    take_turns({"a": SizedPeer("a", [])}, [case], 9, 1, lambda line: None, lambda: None)
+    assert sizes == [2, 5]
+
+
 def test_an_engine_that_fails_is_paused():
     class FailingPeer(FakePeer):
         def run(self, requests):
@@ -247,6 +261,28 @@ def test_engines_that_are_not_installed_are_left_out_and_named(tmp_path):
     assert list(launches) == ["baton"]
     assert list(missing) == ["openvino", REFERENCE]
     assert "make_env.sh openvino" in missing["openvino"]
+
+
+def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, monkeypatch):
+    best = variants_for("x86_64")[0]
+    monkeypatch.setattr(machine, "variants_for", lambda: variants_for("x86_64"))
+    monkeypatch.setattr(machine, "cpu_features", lambda: best.cpu_features)
+    assert "forced_on" not in machine.name_machine()
+    monkeypatch.setenv("BATON_CPU_KERNELS", "avx2")
+    names = machine.name_machine()
+    assert (names["instruction_set"], names["forced_on"]) == ("avx2", best.name)
+    for engine in ("vllm", "transformers"):
+        python = tmp_path / engine / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+    environment = launch_of(REFERENCE, setting_of(tmp_path)).environment
+    assert environment["OV_CPU_MAX_ISA"] == environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    launches, missing = find_installed(["baton", "vllm", "transformers"], setting_of(tmp_path))
+    assert list(launches) == ["baton"]
+    assert missing["vllm"] == "vllm cannot be held to avx2"
+    monkeypatch.setenv("BATON_CPU_KERNELS", "generic")
+    with pytest.raises(ConfigurationError, match="engines can be held to avx2 only"):
+        launch_of("baton", setting_of(tmp_path))
 
 
 def test_on_a_gpu_peers_without_an_environment_run_in_batons(tmp_path):

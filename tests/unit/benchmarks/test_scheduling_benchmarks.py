@@ -2,11 +2,10 @@
 
 import pytest
 
-from benchmarks.report.report import format_table
-from benchmarks.scheduling import step_time
-from benchmarks.scheduling.command import make_tables
-from benchmarks.scheduling.served_load import NullRunner
-from benchmarks.scheduling.step_time import PATTERNS, measure_steps, start_load
+from benchmarks.offline import scheduler_steps
+from benchmarks.offline.scheduler_steps import PATTERNS, NullRunner, measure_steps, start_load
+from benchmarks.report import format_table
+from benchmarks.scheduling_command import make_tables
 from engine.batch import StepOutput
 
 
@@ -20,7 +19,7 @@ class OneTokenShortRunner(NullRunner):
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(step_time, "_MEASURED_STEPS", 32)
+    monkeypatch.setattr(scheduler_steps, "_MEASURED_STEPS", 32)
 
 
 @pytest.mark.sampled(one_in=3)
@@ -42,11 +41,11 @@ def test_a_step_that_lacks_a_token_is_refused():
 
 
 def test_steps_are_measured_and_printed(monkeypatch):
-    monkeypatch.setattr(step_time, "_NUM_RUNNING", (4,))
-    monkeypatch.setattr(step_time, "_CONTEXTS", (48,))
-    monkeypatch.setattr(step_time, "_PROFILED_RUNNING", 4)
-    monkeypatch.setattr(step_time, "_PROFILED_STEPS", 32)
-    result = step_time.measure_step_time()
+    monkeypatch.setattr(scheduler_steps, "_NUM_RUNNING", (4,))
+    monkeypatch.setattr(scheduler_steps, "_CONTEXTS", (48,))
+    monkeypatch.setattr(scheduler_steps, "_PROFILED_RUNNING", 4)
+    monkeypatch.setattr(scheduler_steps, "_PROFILED_STEPS", 32)
+    result = scheduler_steps.measure_step_time()
     assert [case["pattern"] for case in result["steps"]] == list(PATTERNS)
     assert all(0 < case["schedule_us"] < case["step_us"] for case in result["steps"])
     assert all(result["profiles"].values())

@@ -8,13 +8,11 @@ import pytest
 from baton.cli import main
 from baton.cli.serve import add_args as add_serve_args
 from baton.common.errors import ConfigurationError
-from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits
+from benchmarks.metrics import ServiceLevel
 from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.tune import driver
-from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.points import Point, best_points, curve_of
-from benchmarks.tune.search import Trial
+from benchmarks.tune.search import Candidate, Point, Trial, best_points, curve_of
 from benchmarks.tune_command import serve_command
 from engine.config import EngineConfig
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.tune.candidate import AXES, Candidate
-from benchmarks.tune.search import SearchSettings, Trial, climb, coordinate_search
+from benchmarks.tune.search import AXES, Candidate, SearchSettings, Trial, climb, coordinate_search
 
 START = Candidate(
     max_num_seqs=64,

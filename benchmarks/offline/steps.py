@@ -1,27 +1,160 @@
-"""Steps of a runner that launches ahead: alone, on the device, and in the engine's loop."""
+"""Steps of an engine in this process: by phase, and of its runner, driven without a scheduler."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
-from benchmarks.kernels.device_timing import time_busy
+from benchmarks.kernels.timing import time_busy
 from benchmarks.model_cost import decode_floor_s, floor_s
 from benchmarks.offline.cases import OfflineCase, RunTimes, run_times
-from benchmarks.offline.driven_rows import DrivenRows
-from benchmarks.offline.floors import Floors
-from benchmarks.offline.offline_engine import OfflineEngine
+from benchmarks.offline.offline_engine import Floors, MeasuredStep, OfflineEngine
 from benchmarks.request import BenchRequest
-from engine.runner import PendingOutput
+from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
+from engine.draw_params import DrawParams
+from engine.metrics.counts import PHASES
+from engine.runner import PendingOutput, Runner
 from engine.runtime.model_runner import ModelRunner
 
-__all__ = ["DeviceStep", "measure_device_steps"]
-
+__all__ = ["DeviceStep", "DrivenRows", "StepProfile", "measure_device_steps", "profile_steps"]
+_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _WARM_UP_STEPS = 8
 _NUM_PROMPT_SAMPLES = 4
 _MAX_ERROR_LENGTH = 500
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Medians of many steps of one kind.
+
+    Attributes:
+        kind: "prefill": steps that compute prompts; "decode": steps that do not.
+        batch_size: number of requests.
+        num_steps: number of steps.
+        total_us: microseconds of a step.
+        phases_us: microseconds of each phase. Medians do not exactly add up to the total.
+    """
+
+    kind: str
+    batch_size: int
+    num_steps: int
+    total_us: float
+    phases_us: dict[str, float]
+
+
+def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> list[StepProfile]:
+    """Runs requests that start together, and profiles the steps of each kind.
+
+    Steps after the end of a request do not count.
+    """
+    kinds: dict[str, list[MeasuredStep]] = {"prefill": [], "decode": []}
+    num_begun = 0
+    for step in engine.run_timed(requests).steps:
+        kinds["prefill" if num_begun < len(requests) else "decode"].append(step)
+        num_begun += step.num_begun
+        if step.num_ended:
+            break
+    return [_median(kind, len(requests), steps) for kind, steps in kinds.items() if steps]
+
+
+def _median(kind: str, batch_size: int, steps: Sequence[MeasuredStep]) -> StepProfile:
+    return StepProfile(
+        kind=kind,
+        batch_size=batch_size,
+        num_steps=len(steps),
+        total_us=1e6 * statistics.median(step.seconds for step in steps),
+        phases_us={
+            phase: 1e6 * statistics.median(step.phases.get(phase, 0.0) for step in steps)
+            for phase in PHASES
+        },
+    )
+
+
+class DrivenRows:
+    """Rows of a runner. Each has blocks of its own, scattered over the pool.
+
+    The rows attend to whatever bytes the pool has, which takes as long as real KV.
+
+    Args:
+        runner: runs the model. Layer groups share a row's blocks, which takes as long as own ones.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._steps = count(1)
+        self._rows: tuple[int, ...] = ()
+
+    def blocks_short(self, num_rows: int, num_tokens: int) -> int:
+        """Returns how many blocks the pool lacks for rows of `num_tokens` tokens each."""
+        return max(0, num_rows * self._blocks_of(num_tokens) - self._runner.num_blocks)
+
+    def begin(self, num_rows: int, context: int, num_tokens: int) -> None:
+        """Starts rows with `context` tokens each, and blocks for `num_tokens`."""
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(row, (row + 1,), context - 1, (_GREEDY,)) for row in range(num_rows)
+        ]
+        self._runner.execute(self._batch(chunks, self._tables(num_rows, num_tokens)))
+        self._rows = tuple(range(num_rows))
+
+    def compute_prompts(self, num_prompts: int, length: int) -> StepOutput:
+        """Computes prompts in one step, and draws a token for each."""
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(row, tuple(range(1, length + 1)), 0, (_GREEDY,))
+            for row in range(num_prompts)
+        ]
+        return self._runner.execute(self._batch(chunks, self._tables(num_prompts, length)))
+
+    def run_known(self, num_rows: int, context: int, num_tokens: int) -> StepOutput:
+        """Runs known tokens of rows that were started, after their first `context` tokens.
+
+        All but the first token of a row are draft tokens that the step checks.
+        """
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(
+                row, (row + 1,) * num_tokens, context, (_GREEDY,), num_drafts=num_tokens - 1
+            )
+            for row in range(num_rows)
+        ]
+        return self._runner.execute(self._batch(chunks))
+
+    def submit(self) -> PendingOutput:
+        """Launches a decode step of all rows."""
+        return self._runner.submit(self._batch())
+
+    def overlapped(self, num_steps: int) -> list[float]:
+        """Returns the seconds of each step. The next step is launched before one is read."""
+        pending, times_s = self.submit(), []
+        for _ in range(num_steps):
+            following = self.submit()
+            pending.result()
+            times_s.append(time.perf_counter())
+            pending = following
+        pending.result()
+        times_s.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times_s)]
+
+    def _batch(
+        self, chunks: Sequence[ScheduledChunk] = (), tables: Iterable[TableUpdate] = ()
+    ) -> ScheduledBatch:
+        return ScheduledBatch(next(self._steps), tuple(chunks), self._rows, tuple(tables))
+
+    def _tables(self, num_rows: int, num_tokens: int) -> Iterator[TableUpdate]:
+        each = self._blocks_of(num_tokens)
+        ids = random.Random(0).sample(range(self._runner.num_blocks), num_rows * each)
+        for row in range(num_rows):
+            block_ids = tuple(ids[row * each : (row + 1) * each])
+            for layer_group in range(len(self._runner.info.windows)):
+                yield TableUpdate(row, layer_group, 0, block_ids)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._runner.info.layout.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Writes reports to the terminal and to the files of `--json`, `--plot` and `--html`."""
+"""Writes reports to the terminal and to files; the flags that name them, and those of numbers."""
 
 import argparse
 import json
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.common.errors import ConfigurationError
-from benchmarks.report.report import Report, format_report
+from benchmarks.report import Report, format_report
 
 __all__ = [
+    "add_number",
+    "add_numbers",
     "add_output_args",
     "check_output_args",
     "flags_of",
@@ -45,7 +47,7 @@ def check_output_args(args: argparse.Namespace) -> None:
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"--{flag} is {path}; there is no folder {path.parent}")
     if args.plot or args.html:
-        import benchmarks.report.figures  # noqa: F401 - its error says what to install
+        import benchmarks.figures  # noqa: F401 - its error says what to install
 
 
 def write_report(report: Report, args: argparse.Namespace) -> None:
@@ -54,12 +56,11 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         write_results(args.json, report.content)
     if args.plot:
-        from benchmarks.report.figures import write_png
+        from benchmarks.figures import write_png
 
         write_png(report, args.plot)
     if args.html:
-        from benchmarks.report.figures import panel_svg
-        from benchmarks.report.page import render_page
+        from benchmarks.figures import panel_svg, render_page
 
         args.html.write_text(render_page(report, [panel_svg(panel) for panel in report.panels]))
 
@@ -80,3 +81,22 @@ def write_results(path: Path, content: Mapping[str, Any]) -> None:
 def write_line(line: str) -> None:
     """Writes a line to stderr, where it does not mix with a report."""
     sys.stderr.write(f"{line}\n")
+
+
+def add_number(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    """Adds a flag that takes a number.
+
+    Args:
+        parser: gets the flag.
+        name: the flag, with its dashes.
+        default: its value without it.
+        text: its meaning; the default is appended.
+    """
+    shown = f"{text} (default: %(default)s)"
+    parser.add_argument(name, type=int, default=default, metavar="N", help=shown)
+
+
+def add_numbers(parser: argparse.ArgumentParser, name: str, default: list[int], text: str) -> None:
+    """Adds a flag that takes several numbers; the arguments are those of `add_number`."""
+    shown = f"{text} (default: {' '.join(map(str, default))})"
+    parser.add_argument(name, type=int, nargs="+", default=default, metavar="N", help=shown)

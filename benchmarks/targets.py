@@ -1,4 +1,4 @@
-"""`--target URL`: opens the endpoint of a URL. A Baton router over gRPC is here."""
+"""`--target URL`: opens a Baton router over gRPC, or an OpenAI-style HTTP endpoint."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
@@ -15,6 +15,7 @@ from benchmarks.request import BenchRequest, EndpointDescription, LostRequestErr
 __all__ = ["BatonTarget", "open_target", "opened_target"]
 
 _PLAIN = ClientTls()
+_DESCRIBE_TIMEOUT_S = 30.0
 
 
 @asynccontextmanager
@@ -46,19 +47,14 @@ def open_target(
     """
     parts = urlsplit(url)
     if parts.scheme == "grpc" and parts.netloc and not parts.path.strip("/"):
-        from benchmarks.targets.open_target import BatonTarget
-
         return BatonTarget(parts.netloc, model, api_key, tls)
     if parts.scheme in ("http", "https") and parts.netloc:
-        from benchmarks.targets.openai_http import OpenAiTarget
+        from benchmarks.openai_http import OpenAiTarget
 
         return OpenAiTarget(url, model, api_key, tls)
     raise ConfigurationError(
         f"--target is {url!r}; it must be grpc://HOST:PORT or http://HOST:PORT/v1"
     )
-
-
-_DESCRIBE_TIMEOUT_S = 30.0
 
 
 class BatonTarget(Target):

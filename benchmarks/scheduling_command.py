@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.machine import in_words, name_machine
-from benchmarks.report.output import add_output_args, check_output_args, write_report
-from benchmarks.report.report import Report, Table
-from benchmarks.scheduling.step_time import measure_step_time
+from benchmarks.offline.scheduler_steps import measure_step_time
+from benchmarks.output import add_output_args, check_output_args, write_report
+from benchmarks.report import Report, Table
 
 __all__ = ["add_args", "main", "make_tables"]
 

@@ -1,1 +1,0 @@
-"""The scheduler without a model: the time of its steps."""

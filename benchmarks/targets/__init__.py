@@ -1,1 +1,0 @@
-"""Endpoints: a Baton router over gRPC, or an OpenAI-style HTTP endpoint."""
