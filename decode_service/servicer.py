@@ -24,7 +24,7 @@ from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
 from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from rpc.errors import to_worker_error
-from rpc.logs import logging_request
+from rpc.logs import CallInfo, serving
 from rpc.pending_outputs import PendingOutputs, add_output
 from rpc.tracing import Stages, WorkerSpans
 
@@ -138,7 +138,7 @@ class RouterSession:
         except BatonError as error:
             self._refuse(request_id, error)
         except Exception:
-            with logging_request(request_id, parse_traceparent(start.spec.traceparent)):
+            with serving(CallInfo(request_id, parse_traceparent(start.spec.traceparent))):
                 _LOGGER.exception("start failed request_id=%s", ascii(request_id))
             self._refuse(request_id, InternalError("internal error"))
 

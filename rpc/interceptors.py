@@ -40,7 +40,7 @@ from baton.common.errors import (
 )
 from baton.common.observe.traceparent import parse_traceparent
 from rpc.call import QUIET_METHODS, Call, CallContext, Context
-from rpc.logs import CURRENT_CALL, CallInfo
+from rpc.logs import CURRENT_CALL, CallInfo, serving
 from rpc.places import CallPlaces
 
 __all__ = ["Authorize", "CallInterceptor", "CountCall", "name_call", "request_id_of"]
@@ -136,27 +136,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Surrounds a call. Yields it once the caller is let in."""
         call = Call(method, CallContext(context, self._send_timeout_s))
         self._running.add(call)
-        CURRENT_CALL.set(call.info)  # a call runs in a task of its own
-        try:
-            with self._places.of_method(method).taken_by(call):
-                if self._authorize is not None and not method.startswith(_OPEN_SERVICES):
-                    call.info.caller = self._authorize(method, context)
-                yield call
-        except asyncio.CancelledError:
-            if call.ending is not None:
-                await call.abort(call.ending)
-            if not call.has_been_left:
-                await self._fail(call)  # what the method waited for was cancelled, not the call
-            call.note_client_left()
-            raise
-        except grpc.aio.AbortError:
-            raise  # the method has set a status itself
-        except BatonError as error:
-            await call.abort(error)
-        except Exception:
-            await self._fail(call)
-        finally:
-            self._end(call)
+        with serving(call.info):
+            try:
+                with self._places.of_method(method).taken_by(call):
+                    if self._authorize is not None and not method.startswith(_OPEN_SERVICES):
+                        call.info.caller = self._authorize(method, context)
+                    yield call
+            except asyncio.CancelledError:
+                if call.ending is not None:
+                    await call.abort(call.ending)
+                if not call.has_been_left:
+                    await self._fail(call)  # what the method waited for was cancelled, not the call
+                call.note_client_left()
+                raise
+            except grpc.aio.AbortError:
+                raise  # the method has set a status itself
+            except BatonError as error:
+                await call.abort(error)
+            except Exception:
+                await self._fail(call)
+            finally:
+                self._end(call)
 
     async def _fail(self, call: Call) -> NoReturn:
         """Ends a call whose method has raised what no client may see."""

@@ -32,7 +32,7 @@ __all__ = [
     "json_line_of_process",
     "log_fields",
     "log_stream",
-    "logging_request",
+    "serving",
     "start_logging",
 ]
 
@@ -69,9 +69,9 @@ CURRENT_CALL: ContextVar[CallInfo | None] = ContextVar("current_call_info", defa
 
 
 @contextmanager
-def logging_request(request_id: str, trace: TraceContext | None) -> Iterator[None]:
-    """Lines that are logged inside of the context have the ids of this request."""
-    token = CURRENT_CALL.set(CallInfo(request_id, trace))
+def serving(call: CallInfo) -> Iterator[None]:
+    """Makes a call the present one inside of the context, so that log lines have its ids."""
+    token = CURRENT_CALL.set(call)
     try:
         yield
     finally:

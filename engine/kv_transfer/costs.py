@@ -111,7 +111,7 @@ class LoadCosts:
             now: the time.
             seconds: how long the load took; 0 if it has ended only now.
         """
-        self.drop(load)
+        self._leave_out(load)
         ended_at = load.started_at + seconds if seconds else now
         # Loads share threads and links: the time that one waited for another is not its own.
         load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
@@ -122,12 +122,20 @@ class LoadCosts:
 
     def give_up(self, load: LoadEstimate, now: float) -> None:
         """Updates the estimates with a load that still runs but is not waited for any more."""
-        self.drop(load)
+        self._leave_out(load)
         # All of its time counts, as no other load is known to have delayed it.
         self._learn(load, now - load.started_at)
 
     def drop(self, load: LoadEstimate) -> None:
-        """Forgets a load whose end says nothing about costs, such as a failure."""
+        """Forgets a load whose end says nothing about costs, such as a failure: if it was a probe,
+        one is due again.
+        """
+        self._leave_out(load)
+        if load.is_probe and not self._num_running:
+            self._last_start = -math.inf
+
+    def _leave_out(self, load: LoadEstimate) -> None:
+        """Takes a load out of those that run."""
         self._num_running -= 1
         self._num_running_tokens -= load.num_tokens
 

@@ -22,12 +22,12 @@ from kvstore.connector import KvConnectorScheduler
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
 
-__all__ = ["Transfers"]
+__all__ = ["TOO_SLOW", "Transfers"]
 
 # Why a request does not wait for its load any longer.
 _TIMED_OUT = "timed out"
 _UNAVAILABLE = "unavailable"
-_TOO_SLOW = "slower than computing"
+TOO_SLOW = "slower than computing"
 
 _logger = logging.getLogger("baton.engine")
 
@@ -221,7 +221,7 @@ class Transfers:
         if job.estimate is not None:
             self._costs.give_up(job.estimate, now)
             job.estimate = None
-        load = self._give_up(job, _TOO_SLOW)
+        load = self._give_up(job, TOO_SLOW)
         if load is not None:
             self._metrics.load_given_up("loading")
         return load

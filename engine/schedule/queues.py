@@ -6,7 +6,7 @@ from collections import abc
 
 from engine.groups.group import GroupState, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
-from engine.kv_transfer.transfers import Transfers
+from engine.kv_transfer.transfers import TOO_SLOW, Transfers
 from engine.metrics.counts import EngineMetrics
 from engine.schedule.branches import Branches
 
@@ -44,6 +44,7 @@ class GroupQueues:
         self._waiting: list[SequenceGroup] = []  # sorted by order, swapped ones included
         self._running: list[SequenceGroup] = []  # sorted by order
         self._num_loading = 0
+        self._is_slow_logged = False  # since the last load that succeeded
 
     @property
     def waiting(self) -> abc.Sequence[SequenceGroup]:
@@ -121,10 +122,15 @@ class GroupQueues:
         """Ends a group's load: it runs, or waits to compute if the load failed."""
         self._num_loading -= 1
         if not failure:
+            self._is_slow_logged = False
             self.start_running(group)
             return
-        # The connector logs an outage of its backend, once for all requests.
-        level = logging.DEBUG if failure == "unavailable" else logging.WARNING
+        # The connector logs an outage of its backend once for all requests, as is done here for
+        # loads that are too slow, which an outage begins with.
+        is_slow = failure == TOO_SLOW
+        is_logged = failure == "unavailable" or (is_slow and self._is_slow_logged)
+        self._is_slow_logged |= is_slow
+        level = logging.DEBUG if is_logged else logging.WARNING
         _logger.log(level, "%s: KV load failed (%s), computing", group.request_id, failure)
         self._start_over(group)
 

@@ -171,6 +171,8 @@ def _answer(call: Callable[[], _Result], address: PeerAddress) -> "_Result | Pee
         return call()
     except grpc.RpcError as error:
         failed = cast("grpc.Call", error)  # what grpc raises is both; its types do not say so
+        if failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise StoreUnavailableError(f"{address.endpoint}: not answered in time") from None
         message = f"{address.endpoint}: {failed.details()}"
         if failed.code() not in _REFUSALS:
             raise StoreUnavailableError(f"{message} ({failed.code().name})") from None

@@ -120,7 +120,7 @@ class PullPlane(DataPlane):
         """Finds out whether the transport can read the peer's memory, in one thread at a time."""
         timeout_s = max(request.timeout_s, _MIN_CONNECT_S)
         if not peer.meeting.acquire(timeout=timeout_s):
-            raise StoreUnavailableError(f"{peer.address.endpoint}: to connect took too long")
+            raise StoreUnavailableError(f"{peer.address.endpoint}: not answered in time")
         try:
             if not self._is_met(peer):
                 self._add(peer, request, timeout_s)

@@ -214,14 +214,22 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # After an outage of the network, TCP repeats what was lost as late as the outage was long. A
+    # connection without answers to pings is closed before, and a new one works at once.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.so_reuseport", 0),  # binding a port in use must fail, not share the port
 )
 CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # the longest time of an attempt
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
     # A process that restarts at an address must not wait for its predecessor's back-off.

@@ -24,7 +24,7 @@ from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import CountCall
-from rpc.logs import CURRENT_CALL, CallInfo, log_fields
+from rpc.logs import CallInfo, log_fields, serving
 
 __all__ = ["RequestMiddleware"]
 
@@ -81,16 +81,16 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         call = _Call(scope, send)
-        CURRENT_CALL.set(call.info)  # a request runs in a task of its own
-        try:
-            problem = await self._problem_of_serving(scope, receive, call)
-            if problem is not None and not call.status:
-                answer = error_response(problem, self._error_body_of(scope["path"]))
-                await answer(scope, receive, call.send)
-        finally:
-            call.log()
-            if scope["path"] not in _QUIET_PATHS:
-                self._count_call(str(call.status or 499))
+        with serving(call.info):
+            try:
+                problem = await self._problem_of_serving(scope, receive, call)
+                if problem is not None and not call.status:
+                    answer = error_response(problem, self._error_body_of(scope["path"]))
+                    await answer(scope, receive, call.send)
+            finally:
+                call.log()
+                if scope["path"] not in _QUIET_PATHS:
+                    self._count_call(str(call.status or 499))
 
     async def _problem_of_serving(
         self, scope: Scope, receive: Receive, call: "_Call"

@@ -5,6 +5,9 @@ import asyncio
 __all__ = ["Pace"]
 
 _INTERVAL_S = 0.01
+_UNUSED_INTERVAL_S = 0.1
+_MAX_UNUSED = 100
+"""Measurements without a message in between, before they become rarer."""
 _MIN_PAUSE_S = 0.005
 """Timers of a loop that is not busy are late by less."""
 _MAX_LATE_S = 0.1
@@ -23,16 +26,21 @@ class Pace:
 
     Attributes:
         pause_s: how long a stream pauses after a message; 0 if the loop is not late.
+        is_used: to be set with each message. An idle process measures less often.
     """
 
     def __init__(self) -> None:
         self.pause_s = 0.0
+        self.is_used = False
 
     async def run(self) -> None:
         """Measures without end."""
-        loop = asyncio.get_running_loop()
+        loop, num_unused = asyncio.get_running_loop(), 0
         while True:
-            due = loop.time() + _INTERVAL_S
-            await asyncio.sleep(_INTERVAL_S)
+            num_unused = 0 if self.is_used else num_unused + 1
+            self.is_used = False
+            interval_s = _INTERVAL_S if num_unused <= _MAX_UNUSED else _UNUSED_INTERVAL_S
+            due = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
             late_s = min(loop.time() - due, _MAX_LATE_S)
             self.pause_s = _PAUSE_PER_LATENESS * late_s if late_s > _MIN_PAUSE_S else 0.0

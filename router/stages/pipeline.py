@@ -271,6 +271,7 @@ class Pipeline:
                     self._backlog.begin(place)
                     yield output
                     # Not before: a pause between prefill and decode would delay all other tokens.
+                    self._pace.is_used = True
                     if self._pace.pause_s:
                         await asyncio.sleep(self._pace.pause_s)
         finally:

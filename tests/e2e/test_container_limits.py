@@ -10,18 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from baton import AsyncClient, SamplingParams
 from baton.common.container_limits import ROUTER_NEEDS, WORKER_NEEDS
 from tests.support.checkpoints import prompt_of
-from tests.support.containers import IMAGE, ComposeProject, run_program
+from tests.support.containers import IMAGE, OTHER_USER, ComposeProject, run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
-LOAD_S = 10.0
-NUM_STREAMS = 8
+LOAD_S = 60.0
+NUM_STREAMS = 4
 NUM_TOKENS = 24
 NUM_IDLE = 1200
 MAX_OTHER_LINES = 40
@@ -47,12 +48,43 @@ asyncio.run(main())
 """
 
 WORKER_TASKS, ROUTER_TASKS = WORKER_NEEDS.all_tasks + 4, ROUTER_NEEDS.all_tasks + 4
+REDIS = "redis://redis:6379/0?password_file=/run/kv/password"
+
+
+@dataclass(frozen=True)
+class Served:
+    """Limits within which the services serve.
+
+    Attributes:
+        worker: keys of compose for each worker.
+        router: those for the router.
+        memory: of a worker, as its log says.
+        kv_connector: the workers' connector.
+    """
+
+    worker: str
+    router: str
+    memory: str
+    kv_connector: str = REDIS
+
+    @property
+    def limits(self) -> dict[str, str]:
+        return {"prefill": self.worker, "decode": self.worker, "router": self.router}
+
+
+# All but the user's are also read-only, by docker-compose.yml.
 SERVED = {
-    "prefill": f"mem_limit: 512m, pids_limit: {WORKER_TASKS}, cpus: 1.5",
-    "decode": f"mem_limit: 512m, pids_limit: {WORKER_TASKS}, cpus: 1.5",
-    "router": f"mem_limit: 160m, pids_limit: {ROUTER_TASKS}, ulimits: {{nofile: 1024}}",
+    "all": Served(
+        f"mem_limit: 512m, pids_limit: {WORKER_TASKS}, cpus: 1.5",
+        f"mem_limit: 160m, pids_limit: {ROUTER_TASKS}, ulimits: {{nofile: 1024}}",
+        "512 MiB",
+        f"multi://shm://kv?max_bytes=48MiB,{REDIS}",
+    ),
+    "least": Served("mem_limit: 400m, cpus: 0.5", "mem_limit: 112m", "400 MiB"),
+    "shm": Served(
+        f"mem_limit: 1g, user: {OTHER_USER}", f"user: {OTHER_USER}", "1024 MiB", "shm://kv"
+    ),
 }
-BOTH_STORES = "multi://shm://kv?max_bytes=48MiB,redis://redis:6379/0?password_file=/run/kv/password"
 
 REFUSED = [
     ("--memory=64m", "decode --model=demo", "memory limit of this container is 64 MiB"),
@@ -119,42 +151,69 @@ def health_status(host: str, port: int) -> int:
         connection.close()
 
 
-async def test_services_with_limits_serve_distinct_prompts_beside_idle_connections(
+async def check_serving(name: str, project: ComposeProject, serving: asyncio.Barrier) -> None:
+    """Starts the services, and sends prompts once others serve too: nothing is killed, refused or
+    restarted, and the logs stay short.
+    """
+    await project.scale(prefill=1, decode=1)
+    (router,) = project.containers("router")
+    host = project.inspect(router, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
+    num_idle = NUM_IDLE if "nofile" in SERVED[name].router else 0
+    await serving.wait()
+    with idle_connections(host, HTTP_PORT, num_idle):
+        ends = await send_distinct_prompts(f"{host}:50051", LOAD_S)
+        assert health_status(host, HTTP_PORT) == http.client.OK
+    print(f"{name}: {len(ends)} streams")
+    assert set(ends) == {"whole"}
+    for service in SERVED[name].limits:
+        (container,) = project.containers(service)
+        assert project.inspect(container, "{{.RestartCount}}") == "0", service
+    for tier in ("prefill", "decode"):
+        limit = re.escape(f"memory: of a limit of {SERVED[name].memory}: ")
+        assert re.search(f"{limit}.*KV cache", project.log(tier))
+    assert len(project.log("router").splitlines()) < len(ends) + MAX_OTHER_LINES
+
+
+def refuse(case: tuple[str, str, str]) -> str:
+    """Starts a command within limits that are too low; returns what is wrong with its end."""
+    limit, command, expected = case
+    run = ("docker", "run", "--rm", limit, "--shm-size=1g", IMAGE, *command.split())
+    ended = run_program(*run, check=False)
+    *_, line = ended.stderr.splitlines()
+    is_right = re.search(expected, line) and re.search(r"; |: raise", line)
+    return "" if (ended.returncode, bool(is_right)) == (2, True) else f"{case}: {ended}"
+
+
+async def check_refusals(serving: asyncio.Barrier) -> None:
+    """Tries the limits that are too low, while the services are under load."""
+    await serving.wait()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2) as threads:
+        ends = [loop.run_in_executor(threads, refuse, case) for case in REFUSED]
+        assert [problem for problem in await asyncio.gather(*ends) if problem] == []
+
+
+async def test_services_serve_distinct_prompts_within_limits_or_are_refused(
     open_project: Callable[..., ComposeProject],
 ) -> None:
-    """Nothing is killed, refused or restarted, and the logs stay short."""
-    with open_project(limits=SERVED, kv_connector=BOTH_STORES) as project:
-        await project.scale(prefill=1, decode=1)
-        (router,) = project.containers("router")
-        host = project.inspect(router, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
+    """All at the same time: each configuration that serves gets a minute of load."""
+    serving = asyncio.Barrier(len(SERVED) + 1)
+    with ExitStack() as stack:
+        projects = {
+            name: stack.enter_context(
+                open_project(limits=served.limits, kv_connector=served.kv_connector, name=name)
+            )
+            for name, served in SERVED.items()
+        }
         try:
-            with idle_connections(host, HTTP_PORT, NUM_IDLE):
-                ends = await send_distinct_prompts(f"{host}:50051", LOAD_S)
-                assert health_status(host, HTTP_PORT) == http.client.OK
-            assert set(ends) == {"whole"}
-            for service in SERVED:
-                (container,) = project.containers(service)
-                assert project.inspect(container, "{{.RestartCount}}") == "0", service
-            for tier in ("prefill", "decode"):
-                assert re.search(r"memory: of a limit of 512 MiB: .*KV cache", project.log(tier))
-            assert len(project.log("router").splitlines()) < len(ends) + MAX_OTHER_LINES
+            async with asyncio.TaskGroup() as checks:
+                for name, project in projects.items():
+                    checks.create_task(check_serving(name, project, serving))
+                checks.create_task(check_refusals(serving))
         except BaseException:
-            print(project.logs())
+            for project in projects.values():
+                print(project.logs())
             raise
-
-
-@pytest.mark.usefixtures("open_project")
-def test_limits_below_what_a_process_needs_are_refused_in_one_line() -> None:
-    def refuse(case: tuple[str, str, str]) -> str:
-        limit, command, expected = case
-        run = ("docker", "run", "--rm", limit, "--shm-size=1g", IMAGE, *command.split())
-        ended = run_program(*run, check=False)
-        *_, line = ended.stderr.splitlines()
-        is_right = re.search(expected, line) and re.search(r"; |: raise", line)
-        return "" if (ended.returncode, bool(is_right)) == (2, True) else f"{case}: {ended}"
-
-    with ThreadPoolExecutor(2) as threads:
-        assert [problem for problem in threads.map(refuse, REFUSED) if problem] == []
 
 
 @pytest.mark.usefixtures("open_project")

@@ -6,33 +6,24 @@ longer than one `timeout_s`, KV is handed over again soon after the fault's end 
 password. `FAULTS` is also what the table in docs/connectors.md is checked against.
 """
 
-import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from baton.cli import main
-from baton.v1 import cluster_pb2, cluster_pb2_grpc
 from kvstore.guard import breaker, store_watch
-from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.cluster import WORKER_CALL
+from tests.support.faulty_clusters import BETWEEN_HOSTS, FaultyCluster, running_faulty_cluster
 from tests.support.nixl_remote import needs_process_vm_readv
-from tests.support.running_router import RunningRouter, request, token_ids_of
-from tests.support.store_faults import PLANTED, FaultyBackend, running_backend
-from tests.support.thread_time import ThreadTime
+from tests.support.store_faults import PLANTED
 from tests.support.tiers_here import running_tiers
+from tests.support.two_hosts import why_unavailable
 
 TIMEOUT_S = 2.0
 SLACK_S = 1.0  # less than a second wait of `TIMEOUT_S` would take
-BACK_S = 15.0
-NUM_TOKENS = 8
-PROMPT_TOKENS = 60
 DOCS = Path(__file__).resolve().parents[2] / "docs/connectors.md"
 
 
@@ -44,10 +35,12 @@ class Fault:
         words: one of them is part of the line in the log, and of the problem that doctor and router
             show; none if the fault is mended before anyone sees it.
         moves_kv: whether KV is handed over nevertheless.
+        min_s: seconds that it lasts at least.
     """
 
     words: tuple[str, ...]
     moves_kv: bool = False
+    min_s: float = 0.0
 
 
 FAULTS = {
@@ -59,6 +52,9 @@ FAULTS = {
     "locked": Fault(("lock was not free", "not answered in time")),
     "removed": Fault((), moves_kv=True),
     "restarted": Fault((), moves_kv=True),
+    "cut off": Fault(("not answered in time", "failed to connect")),
+    # TCP would repeat what was lost much later than 15 s after the end.
+    "cut off for long": Fault(("not answered in time", "failed to connect"), min_s=28.0),
 }
 
 # By backend: the faults, and the moments at which each is met. A row that begins "at start" ends
@@ -79,6 +75,8 @@ ROWS: dict[str, Sequence[tuple[str, str]]] = {
     "multi": [("down", "at start"), ("hangs", "running")],
     "grpc": [("restarted", "at a restart")],
     "nixl": [("restarted", "at a restart")],
+    f"grpc{BETWEEN_HOSTS}": [("cut off for long", "running")],
+    f"nixl{BETWEEN_HOSTS}": [("cut off", "running"), ("cut off", "at a restart")],
 }
 NEVER_STOPS = {"multi", "cluster", "grpc", "nixl"}
 """Backends that hand KV over during the fault, as another member or server does."""
@@ -89,130 +87,37 @@ bound of the store that the worker opened.
 """
 
 
-@cache
-def expected_tokens(seed: int) -> list[int]:
-    return reference_greedy(tiny_checkpoint("llama"), prompt_of(PROMPT_TOKENS, seed), NUM_TOKENS)
-
-
-class FaultyCluster:
-    """A cluster over a backend, with a client that sends a new prompt each time."""
-
-    def __init__(self, router: RunningRouter, backend: FaultyBackend) -> None:
-        self.router, self.backend = router, backend
-        self.shown = ""
-        self._seeds = itertools.count(1)
-        self._cluster = cluster_pb2_grpc.ClusterServiceStub(router.channel)
-
-    async def check_answer(self, max_wait_s: float = 30.0) -> None:
-        """Sends a prompt, whose right answer comes in time. The work for it does not count."""
-        seed = next(self._seeds)
-        message = request(prompt_of(PROMPT_TOKENS, seed), max_tokens=NUM_TOKENS, ignore_eos=True)
-        expected = expected_tokens(seed)
-        work, began_at = ThreadTime(), time.monotonic()
-        tokens = token_ids_of(await self.router.generate(message))
-        took_s, busy_s = time.monotonic() - began_at, work.busy_s()
-        assert tokens == expected
-        assert took_s - busy_s <= max_wait_s, f"an answer took {took_s:.1f} s, {busy_s:.1f} of work"
-
-    async def check_answers(self, count: int, max_wait_s: float) -> None:
-        """Sends prompts at the same time, then some one after the other."""
-        await asyncio.gather(*(self.check_answer(max_wait_s) for _ in range(count)))
-        for _ in range(2):
-            await self.check_answer(max_wait_s)
-
-    async def loaded_tokens(self) -> int:
-        cluster = await self._cluster.GetCluster(cluster_pb2.GetClusterRequest(), timeout=20)
-        self.shown += str(cluster)
-        return sum(replica.counters.loaded_tokens for replica in cluster.replicas)
-
-    async def moves_kv(self) -> bool:
-        """Whether decode loads the KV of a new prompt."""
-        before = await self.loaded_tokens()
-        await self.check_answer()
-        return await self.loaded_tokens() > before
-
-    async def until_kv_moves(self) -> None:
-        """Waits until KV is handed over, at most for the documented time."""
-        ends_at = time.monotonic() + BACK_S
-        while not await self.moves_kv():
-            assert time.monotonic() < ends_at, f"no KV is handed over {BACK_S} s later"
-            await asyncio.sleep(0.1)
-
-    async def doctor(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...] = ()) -> None:
-        """Waits until doctor says of the running workers what they should see."""
-        router = self.router.server.address
-        targets = [f"--target={router}", *(f"--target={w.address}" for w in self.router.workers)]
-        ends_at = time.monotonic() + BACK_S
-        while True:
-            status = await asyncio.to_thread(main, ["doctor", *targets])
-            output = capsys.readouterr()
-            self.shown += output.out + output.err
-            folded = " ".join(output.out.split())
-            if status == bool(words) and (not words or any(word in folded for word in words)):
-                return
-            assert time.monotonic() < ends_at, output.out
-            await asyncio.sleep(0.1)
-
-
-@asynccontextmanager
-async def running_faulty_cluster(name: str, folder: Path) -> AsyncIterator[FaultyCluster]:
-    """Runs a cluster over a backend; the first row's fault is there at the start of its workers."""
-    fault, moment = ROWS[name][0]
-    with running_backend(name, folder, TIMEOUT_S) as backend:
-        if moment == "at start":
-            backend.begin(fault)
-        async with running_tiers(folder, "prefill", "decode", kv_connector=backend.url) as router:
-            yield FaultyCluster(router, backend)
-
-
-def lines_about(records: Sequence[logging.LogRecord]) -> list[str]:
-    """The lines about backends that an operator sees by default."""
-    return [
-        record.getMessage()
-        for record in records
-        if record.name == "baton.kvstore" or record.levelno > logging.INFO
-        if record.name != "baton.router"  # which loses the workers that are restarted
-    ]
-
-
 async def run_row(
-    faulty: FaultyCluster,
-    name: str,
-    fault: str,
-    moment: str,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    faulty: FaultyCluster, name: str, fault: str, moment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Meets one fault at one moment."""
     stops = name not in NEVER_STOPS and not FAULTS[fault].moves_kv
     sees = FAULTS[fault].words
     if moment != "at start":
         await faulty.until_kv_moves()
-        caplog.clear()
-        faulty.backend.begin("hangs" if fault == "locked" else fault)
+        faulty.forget_lines()
+        faulty.backend.begin(fault)
+    began_at = time.monotonic()
     if moment == "at a restart":
-        for worker in faulty.router.workers:
-            await worker.restart()
-        await faulty.router.until(lambda: len(faulty.router.candidate_ids()) == 2)
+        await faulty.restart_workers()
     await faulty.check_answers(3, TIMEOUT_S + SLACK_S)
     if stops:
         assert not await faulty.moves_kv()
     await faulty.doctor(capsys, sees)
-    faulty.backend.end("hangs" if fault == "locked" else fault)
+    while time.monotonic() < began_at + FAULTS[fault].min_s:
+        await faulty.check_answer(TIMEOUT_S + SLACK_S)
+    faulty.backend.end(fault)
     if moment == "after it":
-        for worker in faulty.router.workers:
-            await worker.restart()
-        await faulty.router.until(lambda: len(faulty.router.candidate_ids()) == 2)
+        await faulty.restart_workers()
     await faulty.until_kv_moves()
     await faulty.doctor(capsys)
-    lines = lines_about(caplog.records)
+    lines = faulty.lines()
     num_lives = 4 if "restart" in moment else 2  # of workers
     # A server that is back may say for a moment that its cluster is down.
     max_lines = MAX_LINES + (name == "cluster")
     assert len(lines) <= max_lines * num_lives, "\n".join(lines)
     if sees:
         assert any(words in line for words in sees for line in lines), "\n".join(lines)
-    faulty.shown += caplog.text
     assert PLANTED not in faulty.shown
 
 
@@ -232,14 +137,21 @@ async def test_each_fault_of_a_backend_is_survived(
 ) -> None:
     if name == "nixl":
         needs_process_vm_readv()
+    if name.endswith(BETWEEN_HOSTS):
+        if reason := why_unavailable():
+            pytest.skip(reason)
+        token = WORKER_CALL[0][1].removeprefix("Bearer ")
+        monkeypatch.setenv("BATON_CLUSTER_TOKEN", token)  # for `baton doctor`
     if name != "sentinel":  # one backend suffices for the cool-downs of operators
         monkeypatch.setattr(breaker, "_MAX_COOLDOWN_S", 1.0)
         monkeypatch.setattr(store_watch, "_CHECK_INTERVAL_S", 1.0)
     caplog.set_level(logging.INFO, "baton")
-    async with running_faulty_cluster(name, tmp_path) as faulty:
+    fault, moment = ROWS[name][0]
+    first_fault = fault if moment == "at start" else ""
+    async with running_faulty_cluster(name, tmp_path, TIMEOUT_S, caplog, first_fault) as faulty:
         for fault, moment in ROWS[name]:
             print(f"{name}: {fault}, {moment}")
-            await run_row(faulty, name, fault, moment, caplog, capsys)
+            await run_row(faulty, name, fault, moment, capsys)
 
 
 async def test_tiers_on_two_stores_of_one_kind_are_noticed_before_the_first_request(

@@ -1,9 +1,11 @@
 """Routers that restart one after the other, under plain clients that know both: no call fails."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +15,8 @@ from tests.support.cluster import ServerProcess
 from tests.support.fake_workers import MODEL, FakeDecode, running_workers
 from tests.support.grpc_clients.answers import candidates_of
 from tests.support.grpc_clients.builds import MissingToolError, command_of
-from tests.support.grpc_clients.program import running_client
+from tests.support.grpc_clients.page import service_config
+from tests.support.grpc_clients.program import ClientCall, running_client
 from tests.support.running_router import request, script_of, text_of
 from tests.support.tokenizer_folders import write_byte_level_folder
 
@@ -104,11 +107,16 @@ async def call_often_by(kind: str, targets: Sequence[str], load: Load) -> int:
             calls.append(program.start(method, message, timeoutS=20))
             await asyncio.sleep(1 / CALLS_PER_S)
         for call in calls:
-            await call.ended.wait()
-            assert call.code is grpc.StatusCode.OK, call.details
-            texts = [candidate.text for candidate in candidates_of(call.messages).values()]
-            assert texts == [TEXT]
+            assert await text_by_program(call) == TEXT
     return len(calls)
+
+
+async def text_by_program(call: ClientCall) -> str:
+    """The text of a call that succeeds."""
+    await call.ended.wait()
+    assert call.code is grpc.StatusCode.OK, call.details
+    (candidate,) = candidates_of(call.messages).values()
+    return candidate.text
 
 
 async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
@@ -118,6 +126,30 @@ async def call_with_a_retry(targets: Sequence[str], *, streams: bool) -> str:
             await text_of_call(channel, streams=streams)
         assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
         return await text_of_call(channel, streams=streams)
+
+
+def one_retry() -> dict[str, Any]:
+    """The service config of docs/grpc.md with one retry, for a client that stays with a router."""
+    config = json.loads(service_config())
+    config["loadBalancingConfig"] = [{"pick_first": {}}]
+    (method,) = config["methodConfig"]
+    method["retryPolicy"]["maxAttempts"] = 2
+    return config
+
+
+async def call_with_a_retry_by(kind: str, targets: Sequence[str]) -> list[str]:
+    """Does the same with a client of another language: its library repeats a whole call, and the
+    program a stream that has begun, as docs/grpc.md says.
+    """
+    config = one_retry()
+    options = {"grpc.service_config": json.dumps(config)} if kind == "grpc-js" else config
+    message = request("hello", max_tokens=len(script_of(TEXT)))
+    async with running_client(kind, *targets, options=options) as program:
+        whole = program.start("Generate", message, timeoutS=30)
+        stream = program.start("GenerateStream", message, timeoutS=30, retries=1)
+        texts = [await text_by_program(call) for call in (whole, stream)]
+        assert (len(whole.retried), len(stream.retried)) == (0, 1)
+    return texts
 
 
 async def test_no_call_fails_while_two_routers_restart(tmp_path):
@@ -139,17 +171,17 @@ async def test_no_call_fails_while_two_routers_restart(tmp_path):
         assert min(await asyncio.gather(*clients)) > CALLS_PER_S
         # Calls that last longer than the drain are cut, and succeed with one retry.
         decode.pause_after = 2
-        long_calls = [
-            asyncio.create_task(call_with_a_retry(targets, streams=streams))
-            for streams in (False, True)
-        ]
-        await decode.changes.until(lambda: len(decode.running) == len(long_calls))
+        long_calls = [call_with_a_retry(targets, streams=streams) for streams in (False, True)]
+        long_pairs = [call_with_a_retry_by(kind, targets) for kind in kinds]
+        texts = asyncio.gather(*long_calls, *long_pairs)
+        num_long = len(long_calls) + 2 * len(long_pairs)
+        await decode.changes.until(lambda: len(decode.running) == num_long)
         assert await asyncio.to_thread(routers[0].stop) == 0
         decode.resume()
-        assert await asyncio.gather(*long_calls) == [TEXT] * len(long_calls)
+        assert await texts == [TEXT] * len(long_calls) + [[TEXT] * 2] * len(long_pairs)
         log = routers[0].log()
-        assert "the drain ends with 2 calls under way" in log
-        assert log.count("code=UNAVAILABLE") == 2
+        assert f"the drain ends with {num_long} calls under way" in log
+        assert log.count("code=UNAVAILABLE") == num_long
         assert "Traceback" not in log
     if missing:
         pytest.skip(f"held with Python, not tried with others: {missing}")

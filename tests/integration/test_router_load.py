@@ -16,7 +16,7 @@ from router.config.tenants import TenantsConfig
 from router.generation_wire import request_from_proto
 from router.models import Model
 from router.tenants.tenants import Tenants
-from rpc.logs import CURRENT_CALL, CallInfo
+from rpc.logs import CallInfo, serving
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.loop_watch import LoopWatch, watched_loops
 from tests.support.running_http import running_http
@@ -33,9 +33,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
-def caller() -> None:
+def caller() -> Iterator[None]:
     """The client of calls that these tests make without a server."""
-    CURRENT_CALL.set(CallInfo(caller=Tenants(TenantsConfig()).find(())))
+    with serving(CallInfo(caller=Tenants(TenantsConfig()).find(()))):
+        yield
 
 
 @asynccontextmanager

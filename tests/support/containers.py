@@ -67,6 +67,7 @@ class ComposeProject:
             containers are replaced.
         limits: by service, keys of compose and their values, as in "mem_limit: 512m".
         kv_connector: URL of the workers' connector; empty for the default.
+        name: tells the project from others of the same kind.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class ComposeProject:
         two_routers: bool = False,
         limits: Mapping[str, str] | None = None,
         kv_connector: str = "",
+        name: str = "",
     ) -> None:
-        kind = "-ranks" if ranks else "-routers" if two_routers else "-limits" if limits else ""
-        self._name = f"baton-test-{os.getpid()}{kind}"
+        kind = "-ranks" if ranks else "-routers" if two_routers else ""
+        self._name = f"baton-test-{os.getpid()}{kind}{name and '-'}{name}"
         self._environment = {
             **variables,
             "BATON_IMAGE": IMAGE,

@@ -13,8 +13,9 @@ from redis import Redis
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_deployments import running_cluster, running_sentinels
 from tests.support.redis_server import RedisServer, running_redis_server
+from tests.support.two_hosts import TwoHosts
 
-__all__ = ["PLANTED", "FaultyBackend", "running_backend"]
+__all__ = ["PLANTED", "Cable", "FaultyBackend", "running_backend"]
 
 PLANTED = "planted5ecret"
 """The password of each server that has one."""
@@ -100,7 +101,7 @@ class _Folder(FaultyBackend):
         fcntl.flock(self._held, fcntl.LOCK_EX)
 
     def end(self, fault: str) -> None:
-        if fault == "hangs":
+        if fault == "locked":
             with suppress(OSError):
                 os.close(self._held)
 
@@ -116,6 +117,19 @@ class _Peers(FaultyBackend):
 
     def end(self, fault: str) -> None:
         """Does nothing."""
+
+
+class Cable(FaultyBackend):
+    """The network between workers that lend each other blocks, each on a host."""
+
+    def __init__(self, hosts: TwoHosts) -> None:
+        self._hosts = hosts
+
+    def begin(self, fault: str) -> None:
+        self._hosts.lose_packets()
+
+    def end(self, fault: str) -> None:
+        self._hosts.deliver_packets()
 
 
 @contextmanager

@@ -18,6 +18,8 @@ _PEER_PORT = 7100
 _namespaces = count()
 # What `ip netns exec` shows as /etc/resolv.conf.
 _RESOLV_CONF = "/etc/netns/{}/resolv.conf"
+_NOBODY = "02:00:00:00:00:01"
+"""The hardware address of no device."""
 _STARTED_BYTES = (
     10_000  # more than the bytes before a transfer's blocks, less than a whole transfer
 )
@@ -98,6 +100,17 @@ class TwoHosts(Route):
         _run("tc", "-n", self._names["prefill"], "qdisc", "add", "dev", "cable", "root", *limit)
         self._num_received = self._count_received()
 
+    def lose_packets(self) -> None:
+        """Lets all packets on the cable get lost, as a broken switch does: neither end notices."""
+        for name, peer in self._neighbours():
+            address = ("lladdr", _NOBODY, "nud", "permanent")
+            _run("ip", "-n", name, "neighbour", "replace", peer, *address, "dev", "cable")
+
+    def deliver_packets(self) -> None:
+        """Ends `lose_packets`."""
+        for name, peer in self._neighbours():
+            _run("ip", "-n", name, "neighbour", "delete", peer, "dev", "cable")
+
     def unplug(self) -> None:
         """Cuts the cable; neither end sees a closed connection."""
         self._set_cable("down")
@@ -108,6 +121,10 @@ class TwoHosts(Route):
 
     async def is_holding(self, cluster: Cluster) -> bool:
         return self._count_received() - self._num_received > _STARTED_BYTES
+
+    def _neighbours(self) -> list[tuple[str, str]]:
+        """By host: its name, and the address of the other one."""
+        return list(zip(self._names.values(), reversed(self._on_cable.values()), strict=True))
 
     def _set_cable(self, state: str) -> None:
         for name in self._names.values():

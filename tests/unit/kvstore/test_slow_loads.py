@@ -114,6 +114,20 @@ def test_a_load_that_was_given_up_and_does_not_end_is_logged(caplog):
     assert store.count("baton_kv_failures", "load", "timed_out") == 1
 
 
+def test_slow_loads_are_logged_once_until_one_succeeds(caplog):
+    store = SlowStore()
+
+    def num_lines() -> int:
+        return sum("slower than computing" in record.message for record in caplog.records)
+
+    for num_expected in (1, 1):
+        store.load(0.3, is_handed_over=True)
+        assert num_lines() == num_expected
+    store.load(0.001, is_handed_over=True)
+    store.load(0.3, is_handed_over=True)
+    assert num_lines() == 2
+
+
 def test_a_load_may_take_until_its_timeout_if_failures_are_not_recomputed():
     store = SlowStore(kv_load_failure_policy="fail")
     for _ in range(5):

@@ -13,24 +13,16 @@ import pytest
 from baton.common.observe.traceparent import TraceContext
 from rpc.log_stream import MAX_REPEATS, LogStream
 from rpc.logs import (
-    CURRENT_CALL,
+    CallInfo,
     JsonFormatter,
     JsonStderr,
     json_line_of_process,
     log_fields,
-    logging_request,
+    serving,
 )
 from worker.processes.output import log_writer
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
-
-
-@pytest.fixture(autouse=True)
-def no_call():
-    """The context of tests is without a call, whichever tests ran in it before."""
-    token = CURRENT_CALL.set(None)
-    yield
-    CURRENT_CALL.reset(token)
 
 
 def formatted(message, *args, level=logging.INFO, extra=None, exc_info=None):
@@ -53,11 +45,11 @@ def test_a_line_has_time_level_logger_and_message():
 
 
 def test_a_line_has_the_ids_of_the_request_at_hand():
-    with logging_request("r-1", TRACE):
+    with serving(CallInfo("r-1", TRACE)):
         line = formatted("hello")
     assert (line["request_id"], line["trace_id"]) == ("r-1", TRACE.trace_id)
     assert "request_id" not in formatted("hello")
-    with logging_request("r-2", None):
+    with serving(CallInfo("r-2")):
         assert "trace_id" not in formatted("hello")
 
 

@@ -93,6 +93,21 @@ def test_a_slow_store_is_tried_with_one_load_at_a_time():
     assert not store.may_load(10)
 
 
+def test_a_probe_that_fails_leaves_the_next_load_to_be_one():
+    """As while a backend is down: the first load after it must not wait for the next probe."""
+    store = FakeStore(latency_s=2.0)
+    for _ in range(4):
+        store.load(10)
+    store.now += 5
+    for _ in range(3):
+        assert store.may_load(10)
+        store.costs.drop(store.costs.start(10, 0, store.now))
+    running = store.costs.start(10, 0, store.now)
+    store.costs.drop(store.costs.start(10, 0, store.now))
+    assert not store.may_load(10), "another one runs"
+    store.costs.drop(running)
+
+
 def test_loads_given_up_count_as_slow_loads():
     store = FakeStore(latency_s=0.001)
     for _ in range(5):

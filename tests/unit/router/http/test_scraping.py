@@ -9,6 +9,7 @@ from router.config.http import HttpConfig
 from router.config.tenants import TenantsConfig
 from router.http.app import build_app
 from router.tenants.tenants import Tenants
+from rpc.logs import CURRENT_CALL
 from tests.support.asgi_calls import Answer, call_app
 from tests.support.odd_requests import OddRequest
 
@@ -33,3 +34,9 @@ async def test_others_get_none_whatever_key_they_have(headers):
     answer = await scrape(*headers)
     assert (answer.status, answer.body) == (401, b"")
     assert answer.headers[b"www-authenticate"].startswith(b"Bearer ")
+
+
+async def test_what_follows_a_request_is_no_part_of_it():
+    """Its id would be in lines that are not about it."""
+    await scrape()
+    assert CURRENT_CALL.get() is None

@@ -17,7 +17,7 @@ from router.observe import request_record
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.observe.request_timeline import Stage, spans_of, stages_of
-from rpc.logs import CURRENT_CALL, CallInfo
+from rpc.logs import CallInfo, serving
 
 PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
@@ -120,11 +120,8 @@ def test_a_client_that_leaves_with_the_whole_answer_has_not_cancelled():
 
 
 def test_without_a_tracer_the_callers_span_goes_to_the_workers():
-    token = CURRENT_CALL.set(CallInfo("r", PARENT))
-    try:
+    with serving(CallInfo("r", PARENT)):
         record = begin(RequestLog())
-    finally:
-        CURRENT_CALL.reset(token)
     with record.attempt("decode", "d:1") as attempt:
         assert attempt.traceparent == PARENT.header
     assert record.trace_id == PARENT.trace_id
@@ -263,11 +260,8 @@ def test_a_new_trace_is_sampled_or_not_and_its_id_is_logged():
             self.sent = list(spans)
 
     tracer, call = Tracer(), CallInfo("r")
-    token = CURRENT_CALL.set(call)
-    try:
+    with serving(call):
         record = ended(RequestLog(tracer), "r")
-    finally:
-        CURRENT_CALL.reset(token)
     assert isinstance(record.trace, TraceContext)
     assert record.trace.is_sampled
     assert call.trace_id == record.trace.trace_id
