@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Read when `triton` is first imported: its kernels run on the CPU then.
 if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
@@ -25,10 +25,15 @@ for _number, _handler in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
-# On CI the examples are the same each time; elsewhere new ones are looked for.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# A busy machine takes any time for an example. On CI the examples are the same each time; elsewhere
+# new ones are looked for.
+settings.register_profile(
+    "baton",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+)
+settings.load_profile("baton")
 
 
 def pytest_ignore_collect(collection_path, config):

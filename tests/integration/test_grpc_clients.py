@@ -145,7 +145,8 @@ async def test_a_client_without_protos(served: Fixture) -> None:
     command = code_under("## Try it without code", served.router)["sh"]
     path = f"{built / 'node_modules/.bin'}:{os.environ['PATH']}"
     printed = await printed_by("sh", "-ec", command, folder=served.folder, PATH=path)
-    assert '"finishReason": "FINISH_REASON_LENGTH"' in printed.replace('":"', '": "')
+    # The model draws its words, the end among them: once in many times it comes before the limit.
+    assert re.search('"finishReason": ?"FINISH_REASON_(LENGTH|STOP)"', printed)
 
 
 async def test_the_example_in_node(served: Fixture, tmp_path: Path) -> None:

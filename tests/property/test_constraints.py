@@ -21,7 +21,9 @@ from tests.support.json_schemas import (
 )
 
 SETTINGS = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 # Of schemas and of expressions each: 250 texts, a few ms each.
 MANY = settings(SETTINGS, max_examples=120)

@@ -75,7 +75,11 @@ def configs(draw: st.DrawFn, proposer: dict[str, str]) -> dict[str, object]:
 def test_drafts_change_no_token(proposer: dict[str, str]) -> None:
     happened = Counter[str]()
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(
+        max_examples=120,
+        deadline=None,
+        suppress_health_check=[HealthCheck.nested_given, HealthCheck.too_slow],
+    )
     @given(
         batch=requests(),
         config=configs(proposer),

@@ -178,7 +178,11 @@ def test_preemption_changes_no_output(feature: str) -> None:
     config, num_host_blocks = PREEMPTING[feature]
     happened = Counter[str]()
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(
+        max_examples=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.nested_given, HealthCheck.too_slow],
+    )
     @given(batch=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
     def compare(batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
         plain, _ = run(batch, 500, PLAIN)
