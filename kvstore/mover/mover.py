@@ -31,14 +31,12 @@ from kvstore.mover.backend import Backend
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (
     CANCELLED,
-    JobHeld,
+    AheadPieces,
+    DoubtfulPieces,
     JobState,
     Piece,
-    PieceEnd,
-    PieceRead,
     take_results,
 )
-from kvstore.mover.waiting_pieces import AheadPieces, DoubtfulPieces
 from kvstore.store import DEFAULT_TIMEOUT_S
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
@@ -188,23 +186,23 @@ class BlockMover:
                 self._start_pieces()
             return
         for piece in pieces:
-            self._io.report(PieceEnd(piece, 0, "failed"))
+            self._io.report(piece.fail("failed"))
         for job in jobs:
             job.error = "failed"
             self._wake()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """Continues jobs under way; returns the results of those that ended since the last call."""
-        for end in self._doubtful.take_ends():
-            self._finish_piece(end)
+        for piece in self._doubtful.take_ends():
+            self._finish_piece(piece)
         while self._io.reports:
             match self._io.reports.popleft():
-                case PieceRead() as read:
-                    self._land(read)
-                case PieceEnd() as end:
-                    self._finish_piece(end)
-                case JobHeld(job, num_objects):
-                    job.next_object = num_objects
+                case Piece() as piece if piece.must_land:
+                    self._land(piece)
+                case Piece() as piece:
+                    self._finish_piece(piece)
+                case job, num_held:
+                    job.next_object = num_held
                     self._waiting.append(job)
         if self._io.is_hanging:
             self._fail_waiting()
@@ -314,39 +312,38 @@ class BlockMover:
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
-            self._io.report(PieceEnd(piece, 0))
+            self._io.report(piece)
         else:
             self._io.submit_put(piece, copy)
 
-    def _land(self, read: PieceRead) -> None:
+    def _land(self, piece: Piece) -> None:
         """Starts the copy of a load's good objects into the pool, unless it was cancelled.
 
         A load that is cancelled later is copied nevertheless: its blocks are held until its result.
         """
-        piece, num_good = read.piece, read.num_good
-        if piece.job.error == CANCELLED or not num_good:
-            self._finish_piece(PieceEnd(piece, 0, read.error))
+        if piece.job.error == CANCELLED:
+            piece.num_good = 0
+            self._finish_piece(piece)
             return
         try:
-            copy = self.copier.scatter(piece.staged_in, piece.object_ids[:num_good])
+            copy = self.copier.scatter(piece.staged_in, piece.object_ids[: piece.num_good])
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
-            self._finish_piece(PieceEnd(piece, 0, "failed"))
+            self._finish_piece(piece.fail("failed"))
             return
-        end = PieceEnd(piece, num_good, read.error)
+        piece.has_landed = True
         if copy is None:
-            self._finish_piece(end)
+            self._finish_piece(piece)
         else:
-            self._io.report_after(copy, end)
+            self._io.report_after(copy, piece)
 
-    def _finish_piece(self, end: PieceEnd) -> None:
-        segment = end.piece.segment
-        if end.has_settled is not None and not end.has_settled():
-            if self._doubtful.add(end):
+    def _finish_piece(self, piece: Piece) -> None:
+        if piece.has_settled is not None and not piece.has_settled():
+            if self._doubtful.add(piece):
                 _logger.warning("KV blocks of a load stay held: something may still write to them")
             return
-        if segment is not None:
-            self._staging.give_back(segment)
-        elif end.has_settled is not None:
-            self._io.clear(end.piece)
-        end.piece.job.end_piece(end)
+        if piece.segment is not None:
+            self._staging.give_back(piece.segment)
+        elif piece.has_settled is not None:
+            self._io.clear(piece)
+        piece.job.end_piece(piece)
