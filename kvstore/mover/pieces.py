@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
-from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult, TransferResults
 from kvstore.store import KvObject
 from kvstore.transfer_form import BlockSlicing
 
@@ -224,12 +224,11 @@ class Piece:
 def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[SaveResult]]:
     """Removes the jobs that are over from the jobs under way; returns their results."""
     over = [job for job in jobs.values() if job.is_over]
-    results = [job.result() for job in over]
+    ended = TransferResults.of([job.result() for job in over])
     for job in over:
         del jobs[job.job.job_id]
         job.pieces.clear()  # they refer to the job, which would stay until a garbage collection
-    loads = [result for result in results if isinstance(result, LoadResult)]
-    return loads, [result for result in results if isinstance(result, SaveResult)]
+    return list(ended.loads), list(ended.saves)
 
 
 class AheadPieces:

@@ -284,10 +284,4 @@ class MultiScheduler(KvConnectorScheduler):
         results, self._results = self._results, []
         released, self._released = self._released, []
         doubted, self._doubted = self._doubted, []
-        return TransferResults(
-            tuple(result for result in results if isinstance(result, LookupResult)),
-            tuple(result for result in results if isinstance(result, LoadResult)),
-            tuple(result for result in results if isinstance(result, SaveResult)),
-            tuple(released),
-            tuple(doubted),
-        )
+        return TransferResults.of(results, released, doubted)
