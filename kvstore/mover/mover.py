@@ -20,7 +20,7 @@ then stays open, and with it the job, the pool's blocks and the segment, until n
 """
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from kvstore.mover.backend import Backend
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (
     CANCELLED,
-    AheadPieces,
     DoubtfulPieces,
     JobState,
     Piece,
@@ -96,7 +95,8 @@ class BlockMover:
         self._make_copier = make_copier or copier_for
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with objects that are in no piece yet
-        self._ahead = AheadPieces()
+        # Saves ahead, by the step that computes their blocks.
+        self._ahead: defaultdict[int, list[JobState]] = defaultdict(list)
         self._doubtful = DoubtfulPieces()
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
@@ -173,23 +173,22 @@ class BlockMover:
 
     def layers_computed(self, step: int, num_layers: int) -> None:
         """Saves what a step has computed; see `KvConnectorWorker.layers_computed`."""
-        if pieces := self._ahead.take_ready(step, num_layers):
-            self._submit_puts(pieces)
+        for job in self._ahead.get(step, ()):
+            self._submit_puts(job.take_ahead(num_layers))
 
     def step_ended(self, step: int, *, computed: bool) -> None:
         """Saves the rest of a step, or fails it; see `KvConnectorWorker.step_ended`."""
-        pieces, jobs = self._ahead.end_step(step)
-        if computed:
-            self._submit_puts(pieces)
-            self._waiting.extend(jobs)
-            if not self._io.is_hanging:
-                self._start_pieces()
-            return
-        for piece in pieces:
-            self._io.report(piece.fail("failed"))
-        for job in jobs:
-            job.error = "failed"
+        for job in self._ahead.pop(step, ()):
+            pieces = job.take_ahead()
+            if computed:
+                self._submit_puts(pieces)
+                self._waiting.append(job)
+                continue
+            job.error = job.error or "failed"
+            self._io.reports.extend(pieces)
             self._wake()
+        if not self._io.is_hanging:
+            self._start_pieces()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """Continues jobs under way; returns the results of those that ended since the last call."""
@@ -265,13 +264,12 @@ class BlockMover:
 
     def _start_ahead(self, step: int, job: JobState) -> None:
         """Lets a save wait for its step: layer by layer if it moves in place, else as a whole."""
-        if not self._io.moves_in_place(job):
-            self._ahead.add_job(step, job)
-            return
-        num_layers = self._slicing.object_layout.num_layers
-        num_slices = self._slicing.objects_per_block
-        pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
-        self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
+        self._ahead[step].append(job)
+        if self._io.moves_in_place(job):
+            num_layers = self._slicing.object_layout.num_layers
+            num_slices = self._slicing.objects_per_block
+            pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
+            job.ahead = [((number + 1) * num_layers, piece) for number, piece in pieces]
 
     def _objects_in_place(self, job: JobState, num_slices: int = 1) -> int:
         """Returns the objects per piece of the rest of a job, or of one layer slice of it."""

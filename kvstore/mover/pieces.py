@@ -3,13 +3,11 @@
 `JobState` is a job under way, `Piece` some of its objects. The engine's thread makes a piece, an
 I/O thread moves it and notes in it what became of it, and the engine's thread ends it.
 
-Some pieces wait: `AheadPieces` for a step to compute them, `DoubtfulPieces` until nothing can write
-to their memory any more.
+`DoubtfulPieces` wait until nothing can write to their memory any more.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +18,7 @@ from kvstore.transfer_form import BlockSlicing
 if TYPE_CHECKING:
     from kvstore.mover.staging import Segment
 
-__all__ = ["CANCELLED", "AheadPieces", "DoubtfulPieces", "JobState", "Piece", "take_results"]
+__all__ = ["CANCELLED", "DoubtfulPieces", "JobState", "Piece", "take_results"]
 
 CANCELLED = "cancelled"
 
@@ -34,6 +32,7 @@ class JobState:
         objects_per_block: objects of one transfer block.
         next_object: index of the first object that is in no piece yet.
         pieces: its pieces so far, in order.
+        ahead: pieces that wait for layers, each with how many leading layers it needs.
         num_open: pieces that have not ended.
         error: why the result will be incomplete; no further pieces are started then.
         is_in_doubt: whether the engine knows that something may still write to its blocks.
@@ -44,6 +43,7 @@ class JobState:
     objects_per_block: int = 1
     next_object: int = 0
     pieces: list["Piece"] = field(default_factory=list)
+    ahead: list[tuple[int, "Piece"]] = field(default_factory=list)
     num_open: int = 0
     error: str = ""
     is_in_doubt: bool = False
@@ -102,6 +102,15 @@ class JobState:
             for number in range(num_slices)
             for first in range(0, len(left) // num_slices, num_objects)
         ]
+
+    def take_ahead(self, num_layers: int | None = None) -> list["Piece"]:
+        """Removes and returns the pieces that need no more than the leading `num_layers` layers;
+        all that wait if it is None.
+        """
+        waiting, self.ahead = self.ahead, []
+        if num_layers is not None:
+            self.ahead = [entry for entry in waiting if entry[0] > num_layers]
+        return [piece for needed, piece in waiting if num_layers is None or needed <= num_layers]
 
     def end_piece(self, piece: "Piece") -> None:
         """Notes that nothing moves a piece any more, and nothing writes to its memory."""
@@ -229,35 +238,6 @@ def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[Save
         del jobs[job.job.job_id]
         job.pieces.clear()  # they refer to the job, which would stay until a garbage collection
     return list(ended.loads), list(ended.saves)
-
-
-class AheadPieces:
-    """Saves, and pieces of them, that wait for a step to compute their blocks."""
-
-    def __init__(self) -> None:
-        # By step: pieces, each with how many leading layers must be computed before it can move.
-        self._pieces: defaultdict[int, list[tuple[int, Piece]]] = defaultdict(list)
-        self._jobs: defaultdict[int, list[JobState]] = defaultdict(list)
-
-    def add_pieces(self, step: int, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Adds pieces, each with how many leading layers must be computed before it can move."""
-        self._pieces[step] += pieces
-
-    def add_job(self, step: int, job: JobState) -> None:
-        """Adds a save of which nothing can be moved before its step has ended."""
-        self._jobs[step].append(job)
-
-    def take_ready(self, step: int, num_layers: int) -> list[Piece]:
-        """Removes and returns the pieces that need no more than the leading `num_layers`."""
-        waiting = self._pieces.get(step, [])
-        ready = [piece for needed, piece in waiting if needed <= num_layers]
-        waiting[:] = [entry for entry in waiting if entry[0] > num_layers]
-        return ready
-
-    def end_step(self, step: int) -> tuple[list[Piece], list[JobState]]:
-        """Removes and returns all that still waits for a step: pieces, and saves without any."""
-        pieces = [piece for _, piece in self._pieces.pop(step, [])]
-        return pieces, self._jobs.pop(step, [])
 
 
 class DoubtfulPieces:
