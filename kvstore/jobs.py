@@ -4,8 +4,10 @@
 their results back. `kvstore.connector` describes the contract that they belong to.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Self
 
 from kvstore.handoff import KvHandoff
 
@@ -192,6 +194,22 @@ class TransferResults:
     saves: tuple[SaveResult, ...] = ()
     released: tuple[int, ...] = ()
     doubted: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ended: Collection[LookupResult | LoadResult | SaveResult],
+        released: Iterable[int] = (),
+        doubted: Iterable[int] = (),
+    ) -> Self:
+        """Sorts the results of jobs that have ended by their kinds."""
+        return cls(
+            tuple(result for result in ended if isinstance(result, LookupResult)),
+            tuple(result for result in ended if isinstance(result, LoadResult)),
+            tuple(result for result in ended if isinstance(result, SaveResult)),
+            tuple(released),
+            tuple(doubted),
+        )
 
     def __bool__(self) -> bool:
         """Returns whether anything has ended."""

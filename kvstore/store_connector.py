@@ -7,7 +7,7 @@ of an engine's store (`StoreWatch`), which finds out whether a store that failed
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from kvstore.guard.guarded_store import GuardedStore
 from kvstore.guard.metrics import KvMetrics
 from kvstore.guard.status import BackendStatus
 from kvstore.guard.store_watch import StoreWatch
-from kvstore.handoff import KeptHandoffs, connector_name
+from kvstore.handoff import KvHandoff, connector_name
 from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import Backend
@@ -90,7 +90,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
         lease_s = min(store.lease_s or _TOUCH_WITHOUT_LEASE_S, store.ttl_s)
-        self._kept = KeptHandoffs(lease_s / 3, clock)
+        self._kept = _KeptHandoffs(lease_s / 3, clock)
         self._is_touching = False
         self._deletes: deque[tuple[bytes, ...]] = deque()  # keys, one entry for each waiting task
         self._wake: Callable[[], None] = lambda: None
@@ -290,6 +290,55 @@ def _lookup_patience_s(timeout_s: float) -> float:
     """Returns how long a look-up may take before the store counts as hanging."""
     share_s = max(_LOOKUP_SHARE * timeout_s, _MIN_LOOKUP_PATIENCE_S)
     return min(patience_s(_MAX_LOOKUP_WAIT_S), share_s)
+
+
+@dataclass(slots=True)
+class _KeptHandoff:
+    handoff: KvHandoff
+    touched_at: float
+    num_requests: int = 1
+
+
+class _KeptHandoffs:
+    """Handoffs for which requests wait, and which one's objects are to be touched next. Pure.
+
+    A store evicts what was touched longest ago, and without touches that would be the objects of
+    the request that has waited longest. Objects were touched when they were saved, so a handoff
+    that is loaded soon costs no call. Not thread-safe.
+
+    Args:
+        period_s: longest time without a touch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, period_s: float, clock: Callable[[], float]) -> None:
+        self._period_s = period_s
+        self._clock = clock
+        self._kept: OrderedDict[str, _KeptHandoff] = OrderedDict()  # touched longest ago first
+
+    def keep(self, handoff: KvHandoff) -> None:
+        """Keeps a handoff until `drop` was called as often as this."""
+        if kept := self._kept.get(handoff.handoff_id):
+            kept.num_requests += 1
+        else:
+            self._kept[handoff.handoff_id] = _KeptHandoff(handoff, self._clock())
+
+    def drop(self, handoff_id: str) -> None:
+        """Ends one `keep`. Unknown ids are ignored."""
+        if kept := self._kept.get(handoff_id):
+            kept.num_requests -= 1
+            if not kept.num_requests:
+                del self._kept[handoff_id]
+
+    def take_due(self) -> KvHandoff | None:
+        """Returns a handoff whose objects are to be touched now; None if there is none."""
+        for handoff_id, kept in self._kept.items():
+            if self._clock() - kept.touched_at < self._period_s:
+                break
+            kept.touched_at = self._clock()
+            self._kept.move_to_end(handoff_id)
+            return kept.handoff
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Transfers:
         clock: monotonic seconds.
 
     Attributes:
+        jobs: all jobs.
         loads: look-ups and loads of requests.
         prefetches: loads into the prefix cache.
         saves: saves and handoffs of requests.
@@ -70,7 +71,7 @@ class Transfers:
         self._costs = costs
         self._metrics = metrics
         self._clock = clock
-        self._jobs = jobs = JobTable(timeout_s)
+        self.jobs = jobs = JobTable(timeout_s)
         cut = TransferBlocks(kv.spec, block_size)
         self.prefetches = Prefetches(connector, kv, cut, jobs, costs, clock)
         self.loads = Loads(connector, kv, cut, jobs, self.prefetches, costs, metrics, clock)
@@ -84,38 +85,14 @@ class Transfers:
             metrics=metrics,
         )
 
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose result is not in."""
-        return len(self._jobs.open)
-
-    @property
-    def has_open_saves(self) -> bool:
-        """Whether KV is being saved, by jobs that were not given up."""
-        return self._jobs.has_open_saves
-
-    @property
-    def lends_blocks(self) -> bool:
-        """Whether other engines may read blocks of this one's pool."""
-        return bool(self._jobs.lent)
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` is next due; None if never."""
-        return self._jobs.next_deadline
-
-    def held_blocks(self) -> list[int]:
-        """Returns one entry per block reference that a job holds."""
-        return self._jobs.held_blocks()
-
     def build_work(self, now: float) -> ConnectorWork:
         """Returns what the worker half must start now."""
-        self._jobs.start_added(now)
+        self.jobs.start_added(now)
         return self._connector.build_work()
 
     def step_ended(self, step: int) -> None:
         """Starts the timeout of saves whose blocks the step has computed."""
-        self._jobs.step_ended(step, self._clock())
+        self.jobs.step_ended(step, self._clock())
 
     def apply(self, results: TransferResults) -> tuple[list[FinishedLoad], list[SequenceGroup]]:
         """Ends the jobs that have a result, and releases their blocks.
@@ -127,7 +104,7 @@ class Transfers:
         self._count(results, now)
         results = self._connector.update(results)
         for lookup in results.lookups:
-            self._jobs.open.pop(lookup.job_id, None)
+            self.jobs.open.pop(lookup.job_id, None)
         ended = [self._finish_load(result, now) for result in results.loads]
         ended += [self._doubt_load(job_id) for job_id in results.doubted]
         saved = dict.fromkeys([self._finish_save(result, now) for result in results.saves])
@@ -141,7 +118,7 @@ class Transfers:
         Returns:
             As `apply`.
         """
-        overdue, too_slow = self._jobs.take_due(now)
+        overdue, too_slow = self.jobs.take_due(now)
         ended: list[FinishedLoad | None] = []
         saved: dict[SequenceGroup, None] = {}
         for job in overdue:
@@ -162,7 +139,7 @@ class Transfers:
         A connector over several reports only its members' jobs here, and counts them itself.
         """
         for lookup in results.lookups:
-            job = self._jobs.open.get(lookup.job_id)
+            job = self.jobs.open.get(lookup.job_id)
             if isinstance(job, Lookup):  # else it was cancelled
                 self._metrics.looked_up(now - job.started_at, job.num_keys, lookup.num_blocks)
         for job_id in results.doubted:
@@ -172,17 +149,17 @@ class Transfers:
         for save in results.saves:
             error = "" if save.committed else save.error or "failed"
             # The time in which the save waited for its step is not the connector's.
-            started_at = self._jobs.open[save.job_id].started_at + save.waited
+            started_at = self.jobs.open[save.job_id].started_at + save.waited
             self._metrics.job_ended("save", now - started_at, error)
 
     def _count_load(self, job_id: int, error: str, now: float) -> None:
-        job = self._jobs.open.get(job_id)
+        job = self.jobs.open.get(job_id)
         if isinstance(job, BaseLoad) and not job.is_counted:
             job.is_counted = True
             self._metrics.job_ended("load", now - job.started_at, error)
 
     def _finish_load(self, result: LoadResult, now: float) -> FinishedLoad | None:
-        job = self._jobs.open.pop(result.job_id)
+        job = self.jobs.open.pop(result.job_id)
         assert isinstance(job, BaseLoad)
         if job.estimate is not None and not result.error:
             self._costs.end(job.estimate, now, result.seconds)
@@ -196,11 +173,11 @@ class Transfers:
 
     def _doubt_load(self, job_id: int) -> FinishedLoad | None:
         """Gives up a load that has failed, and whose blocks may still be written to."""
-        job = self._jobs.open.get(job_id)
+        job = self.jobs.open.get(job_id)
         return self._give_up(job, _UNAVAILABLE) if job is not None else None
 
     def _finish_save(self, result: SaveResult, now: float) -> SequenceGroup:
-        job = self._jobs.open.pop(result.job_id)
+        job = self.jobs.open.pop(result.job_id)
         assert isinstance(job, Save)
         self.saves.finish(job, result, now)
         return job.group

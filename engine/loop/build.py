@@ -27,7 +27,7 @@ def build_engine(config: EngineConfig, security: "ClusterSecurity | None" = None
     from engine.runtime.device import with_device_defaults
     from engine.runtime.model_runner import ModelRunner
     from engine.runtime.ranks.processes import start_ranks
-    from engine.runtime.ranks.transfers import join_transfers, read_reports
+    from engine.runtime.ranks.transfers import RanksConnectorWorker, read_reports
     from kvstore.registry import open_connector
 
     # The connector first: a bad URL is an error before minutes of loading.
@@ -43,7 +43,9 @@ def build_engine(config: EngineConfig, security: "ClusterSecurity | None" = None
             runner = ModelRunner(config, ranks=ranks)
             opened.callback(runner.close)
             if ranks is not None and connector is not None:
-                connector = join_transfers(connector, ranks, ranks.transfers, runner)
+                worker = RanksConnectorWorker(connector, ranks, ranks.transfers)
+                runner.count_work(lambda: worker.num_work_messages)
+                connector = connector[0], worker
             core = EngineCore(config, runner, connector)
         except RanksLostError as error:
             raise ConfigurationError(

@@ -80,22 +80,22 @@ class Scheduler:
     @property
     def num_transfers(self) -> int:
         """Connector jobs without a result, those of finished requests included."""
-        return self._transfers.in_flight
+        return len(self._transfers.jobs.open)
 
     @property
     def has_open_saves(self) -> bool:
         """Whether KV is being saved, by jobs that were not given up."""
-        return self._transfers.has_open_saves
+        return self._transfers.jobs.has_open_saves
 
     @property
     def lends_blocks(self) -> bool:
         """Whether other engines may read blocks of this one's pool."""
-        return self._transfers.lends_blocks
+        return bool(self._transfers.jobs.lent)
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` is next due."""
-        both = (self._deadlines.next, self._transfers.next_deadline)
+        both = (self._deadlines.next, self._transfers.jobs.next_deadline)
         return min((deadline for deadline in both if deadline is not None), default=None)
 
     def load(self) -> EngineLoad:
@@ -337,7 +337,7 @@ class Scheduler:
         """
         self.kv.check()
         owned = [block for group in self._groups.values() for block in group.held_blocks()]
-        owned += self._transfers.held_blocks() + self.kv.held_blocks()
+        owned += self._transfers.jobs.held_blocks() + self.kv.held_blocks()
         if Counter(owned) != self.kv.pool.references():
             raise AssertionError("reference counts differ from owners")
 

@@ -20,7 +20,7 @@ then stays open, and with it the job, the pool's blocks and the segment, until n
 """
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,11 @@ from kvstore.mover.backend import Backend
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (
     CANCELLED,
-    JobHeld,
+    DoubtfulPieces,
     JobState,
     Piece,
-    PieceEnd,
-    PieceRead,
     take_results,
 )
-from kvstore.mover.waiting_pieces import AheadPieces, DoubtfulPieces
 from kvstore.store import DEFAULT_TIMEOUT_S
 from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 
@@ -98,7 +95,8 @@ class BlockMover:
         self._make_copier = make_copier or copier_for
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with objects that are in no piece yet
-        self._ahead = AheadPieces()
+        # Saves ahead, by the step that computes their blocks.
+        self._ahead: defaultdict[int, list[JobState]] = defaultdict(list)
         self._doubtful = DoubtfulPieces()
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
@@ -175,36 +173,35 @@ class BlockMover:
 
     def layers_computed(self, step: int, num_layers: int) -> None:
         """Saves what a step has computed; see `KvConnectorWorker.layers_computed`."""
-        if pieces := self._ahead.take_ready(step, num_layers):
-            self._submit_puts(pieces)
+        for job in self._ahead.get(step, ()):
+            self._submit_puts(job.take_ahead(num_layers))
 
     def step_ended(self, step: int, *, computed: bool) -> None:
         """Saves the rest of a step, or fails it; see `KvConnectorWorker.step_ended`."""
-        pieces, jobs = self._ahead.end_step(step)
-        if computed:
-            self._submit_puts(pieces)
-            self._waiting.extend(jobs)
-            if not self._io.is_hanging:
-                self._start_pieces()
-            return
-        for piece in pieces:
-            self._io.report(PieceEnd(piece, 0, "failed"))
-        for job in jobs:
-            job.error = "failed"
+        for job in self._ahead.pop(step, ()):
+            pieces = job.take_ahead()
+            if computed:
+                self._submit_puts(pieces)
+                self._waiting.append(job)
+                continue
+            job.error = job.error or "failed"
+            self._io.reports.extend(pieces)
             self._wake()
+        if not self._io.is_hanging:
+            self._start_pieces()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """Continues jobs under way; returns the results of those that ended since the last call."""
-        for end in self._doubtful.take_ends():
-            self._finish_piece(end)
+        for piece in self._doubtful.take_ends():
+            self._finish_piece(piece)
         while self._io.reports:
             match self._io.reports.popleft():
-                case PieceRead() as read:
-                    self._land(read)
-                case PieceEnd() as end:
-                    self._finish_piece(end)
-                case JobHeld(job, num_objects):
-                    job.next_object = num_objects
+                case Piece() as piece if piece.must_land:
+                    self._land(piece)
+                case Piece() as piece:
+                    self._finish_piece(piece)
+                case job, num_held:
+                    job.next_object = num_held
                     self._waiting.append(job)
         if self._io.is_hanging:
             self._fail_waiting()
@@ -267,13 +264,12 @@ class BlockMover:
 
     def _start_ahead(self, step: int, job: JobState) -> None:
         """Lets a save wait for its step: layer by layer if it moves in place, else as a whole."""
-        if not self._io.moves_in_place(job):
-            self._ahead.add_job(step, job)
-            return
-        num_layers = self._slicing.object_layout.num_layers
-        num_slices = self._slicing.objects_per_block
-        pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
-        self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
+        self._ahead[step].append(job)
+        if self._io.moves_in_place(job):
+            num_layers = self._slicing.object_layout.num_layers
+            num_slices = self._slicing.objects_per_block
+            pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
+            job.ahead = [((number + 1) * num_layers, piece) for number, piece in pieces]
 
     def _objects_in_place(self, job: JobState, num_slices: int = 1) -> int:
         """Returns the objects per piece of the rest of a job, or of one layer slice of it."""
@@ -314,39 +310,38 @@ class BlockMover:
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
-            self._io.report(PieceEnd(piece, 0))
+            self._io.report(piece)
         else:
             self._io.submit_put(piece, copy)
 
-    def _land(self, read: PieceRead) -> None:
+    def _land(self, piece: Piece) -> None:
         """Starts the copy of a load's good objects into the pool, unless it was cancelled.
 
         A load that is cancelled later is copied nevertheless: its blocks are held until its result.
         """
-        piece, num_good = read.piece, read.num_good
-        if piece.job.error == CANCELLED or not num_good:
-            self._finish_piece(PieceEnd(piece, 0, read.error))
+        if piece.job.error == CANCELLED:
+            piece.num_good = 0
+            self._finish_piece(piece)
             return
         try:
-            copy = self.copier.scatter(piece.staged_in, piece.object_ids[:num_good])
+            copy = self.copier.scatter(piece.staged_in, piece.object_ids[: piece.num_good])
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
-            self._finish_piece(PieceEnd(piece, 0, "failed"))
+            self._finish_piece(piece.fail("failed"))
             return
-        end = PieceEnd(piece, num_good, read.error)
+        piece.has_landed = True
         if copy is None:
-            self._finish_piece(end)
+            self._finish_piece(piece)
         else:
-            self._io.report_after(copy, end)
+            self._io.report_after(copy, piece)
 
-    def _finish_piece(self, end: PieceEnd) -> None:
-        segment = end.piece.segment
-        if end.has_settled is not None and not end.has_settled():
-            if self._doubtful.add(end):
+    def _finish_piece(self, piece: Piece) -> None:
+        if piece.has_settled is not None and not piece.has_settled():
+            if self._doubtful.add(piece):
                 _logger.warning("KV blocks of a load stay held: something may still write to them")
             return
-        if segment is not None:
-            self._staging.give_back(segment)
-        elif end.has_settled is not None:
-            self._io.clear(end.piece)
-        end.piece.job.end_piece(end)
+        if piece.segment is not None:
+            self._staging.give_back(piece.segment)
+        elif piece.has_settled is not None:
+            self._io.clear(piece)
+        piece.job.end_piece(piece)

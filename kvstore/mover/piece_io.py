@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from kvstore.guard.metrics import Direction, TransferMetrics
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.io_threads import IoThreads, patience_s
-from kvstore.mover.pieces import JobHeld, JobState, Piece, PieceEnd, PieceRead
+from kvstore.mover.pieces import JobState, Piece
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.transfer_form import RangeError
 
@@ -53,7 +52,8 @@ class PieceIo:
         backend: see above.
         rows: returns where objects lie in the pool; see `BlockCopier.rows`.
         metrics: counts the backend's calls; None if they are not measured.
-        reports: what threads have done, in order.
+        reports: what threads have done, in order: pieces that they have moved, and saves, each with
+            how many of its leading objects the backend has.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PieceIo:
         on_hang: Callable[[], None] | None = None,
     ) -> None:
         self.backend = backend
-        self.reports: deque[PieceRead | PieceEnd | JobHeld] = deque()
+        self.reports: deque[Piece | tuple[JobState, int]] = deque()
         self._wake = wake
         self._on_hang = on_hang or (lambda: None)
         self._threads = IoThreads(
@@ -96,8 +96,8 @@ class PieceIo:
         return self._threads.is_hanging
 
     def submit_num_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        """Asks the backend how many objects of a save it has; reports a `JobHeld`."""
-        not_asked = partial(self.report, JobHeld(job, 0))
+        """Asks the backend how many objects of a save it has, and reports the answer."""
+        not_asked = partial(self.report, (job, 0))
         self._threads.submit(self._ask_held, job, keys, instead=not_asked)
 
     def submit_put(self, piece: Piece, copy: "Copy | None" = None) -> None:
@@ -113,11 +113,11 @@ class PieceIo:
         read = self.read_in_place if piece.segment is None else self.read
         self._submit(partial(read, job, piece), piece)
 
-    def report_after(self, copy: "Copy", end: PieceEnd) -> None:
-        """Reports the end of a piece after its copy, which uses blocks and segment until then."""
-        self._copies.submit(self._run, partial(_await_copy, copy, end), end.piece)
+    def report_after(self, copy: "Copy", piece: Piece) -> None:
+        """Reports a piece after its copy, which uses blocks and segment until then."""
+        self._copies.submit(self._run, copy.wait, piece)
 
-    def report(self, report: PieceRead | PieceEnd | JobHeld) -> None:
+    def report(self, report: Piece | tuple[JobState, int]) -> None:
         """Adds a report that the engine's thread must react to. Any thread."""
         self.reports.append(report)
         self._wake()
@@ -136,14 +136,16 @@ class PieceIo:
         self._copies.shutdown(wait=True, cancel_futures=True)
         return has_ended
 
-    def _submit(
-        self, move: Callable[[], PieceRead | PieceEnd], piece: Piece, copy: "Copy | None" = None
-    ) -> None:
-        end = PieceEnd(piece, 0, "unavailable")
-        instead = (
-            partial(self.report, end) if copy is None else partial(self.report_after, copy, end)
-        )
+    def _submit(self, move: Callable[[], object], piece: Piece, copy: "Copy | None" = None) -> None:
+        instead = partial(self._drop, piece, copy)
         self._threads.submit(self._run, move, piece, instead=instead, group=piece.job)
+
+    def _drop(self, piece: Piece, copy: "Copy | None") -> None:
+        piece.fail("unavailable")
+        if copy is None:
+            self.report(piece)
+        else:
+            self.report_after(copy, piece)
 
     def _hang(self) -> None:
         self._on_hang()
@@ -152,12 +154,27 @@ class PieceIo:
     # The threads' parts.
 
     def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        self.report(JobHeld(job, self.num_held(keys)))
+        self.report((job, self.num_held(keys)))
 
-    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
-        report = _run_part(move, piece)
-        self.reports.append(report)
-        if piece.job.is_awaited(report):
+    def _run(self, move: Callable[[], object], piece: Piece) -> None:
+        """Runs a thread's part of a piece, notes how that ended, and reports the piece."""
+        began_at = time.monotonic()
+        try:
+            move()
+        except StoreUnavailableError as cause:
+            piece.fail("unavailable")
+            piece.has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
+            _logger.log(log_level_of(cause), "KV transfer: %s", cause)
+        except RangeError as cause:
+            piece.fail("failed")
+            _logger.warning("KV transfer: %s", cause)
+        except Exception:
+            piece.fail("failed")
+            _logger.exception("KV transfer failed")
+        piece.moved_at = time.monotonic()
+        piece.seconds = piece.moved_at - began_at
+        self.reports.append(piece)
+        if piece.is_awaited:
             self._wake()
 
     def num_held(self, keys: Sequence[bytes]) -> int:
@@ -173,8 +190,8 @@ class PieceIo:
             self.metrics.skipped(num_held)
         return num_held
 
-    def put(self, job: SaveJob, piece: Piece, copy: "Copy | None" = None) -> PieceEnd:
-        """Seals a piece and puts it, after its copy into a segment if there is one.
+    def put(self, job: SaveJob, piece: Piece, copy: "Copy | None" = None) -> Piece:
+        """Seals a piece and puts it, after its copy into a segment if there is one; returns it.
 
         Raises:
             RangeError: the objects' type cannot hold the pool's numbers.
@@ -184,45 +201,47 @@ class PieceIo:
         if copy is not None:
             copy.wait()
         if piece.job.error:  # another piece failed, so the save cannot be committed
-            return PieceEnd(piece, 0)
+            return piece
         for tail in piece.tail_slots:
             piece.staged_in.clear_after(tail, piece.job.num_tail_tokens)
         in_place = piece.segment is None
         objects = self._objects_in_pool(piece) if in_place else piece.staged_objects
         seal(objects, piece.keys)
         self._put(job, piece.keys, objects)
-        return PieceEnd(piece, len(piece.keys))
+        piece.num_good = len(piece.keys)
+        return piece
 
-    def read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        """Fetches a piece into its segment and verifies it.
+    def read(self, job: LoadJob, piece: Piece) -> Piece:
+        """Fetches a piece into its segment and verifies it; returns it.
 
         Raises:
             InDoubtError: the fetch failed, and something may still write to the segment.
             StoreUnavailableError: the fetch failed.
         """
         if piece.job.error:  # the load was cancelled, or another piece failed
-            return PieceRead(piece, 0)
+            return piece
         objects = piece.staged_objects
         statuses = self._fetch(job, piece.keys, objects)
-        return PieceRead(piece, *self._check(piece, objects, statuses))
+        piece.num_good, piece.error = self._check(piece, objects, statuses)
+        return piece
 
-    def read_in_place(self, job: LoadJob, piece: Piece) -> PieceEnd:
-        """Fetches a piece into the pool and verifies it there. Blocks that failed are zeroed.
+    def read_in_place(self, job: LoadJob, piece: Piece) -> Piece:
+        """Fetches a piece into the pool and verifies it there; returns it. Blocks that failed are
+        zeroed.
 
         Raises:
             InDoubtError: the fetch failed, and something may still write to the pool.
             StoreUnavailableError: the fetch failed.
         """
         if piece.job.error:
-            return PieceEnd(piece, 0)
+            return piece
         objects = self._objects_in_pool(piece)
-        num_good = 0
         try:
             statuses = self._fetch(job, piece.keys, objects)
-            num_good, error = self._check(piece, objects, statuses)
+            piece.num_good, piece.error = self._check(piece, objects, statuses)
         finally:
-            _clear(objects[num_good:])
-        return PieceEnd(piece, num_good, error)
+            _clear(objects[piece.num_good :])
+        return piece
 
     def clear(self, piece: Piece) -> None:
         """Zeroes a piece's blocks in the pool, after something may have written there."""
@@ -290,31 +309,6 @@ class PieceIo:
             _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
         except Exception:
             _logger.exception("KV object %s stays", key.hex())
-
-
-def _run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
-    """Runs a thread's part of a piece; returns a report, also if the part raises."""
-    report: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
-    began_at = time.monotonic()
-    try:
-        report = move()
-    except StoreUnavailableError as cause:
-        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
-        report = PieceEnd(piece, 0, "unavailable", has_settled)
-        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
-    except RangeError as cause:
-        _logger.warning("KV transfer: %s", cause)
-    except Exception:
-        _logger.exception("KV transfer failed")
-    piece.job.last_moved_at = time.monotonic()
-    if isinstance(report, PieceEnd):
-        return replace(report, seconds=piece.job.last_moved_at - began_at)
-    return report
-
-
-def _await_copy(copy: "Copy", end: PieceEnd) -> PieceEnd:
-    copy.wait()
-    return end
 
 
 def _count_call(

@@ -1,67 +1,53 @@
 """The state of a `BlockMover`'s jobs, and of the pieces that they are moved in. Pure.
 
-`JobState` is a job under way, `Piece` some of its objects. Threads report `PieceRead`, `PieceEnd`
-and `JobHeld` to the mover.
+`JobState` is a job under way, `Piece` some of its objects. The engine's thread makes a piece, an
+I/O thread moves it and notes in it what became of it, and the engine's thread ends it.
+
+`DoubtfulPieces` wait until nothing can write to their memory any more.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import TYPE_CHECKING, Self
 
-from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult, TransferResults
 from kvstore.store import KvObject
 from kvstore.transfer_form import BlockSlicing
 
 if TYPE_CHECKING:
     from kvstore.mover.staging import Segment
 
-__all__ = [
-    "CANCELLED",
-    "JobHeld",
-    "JobState",
-    "Piece",
-    "PieceEnd",
-    "PieceRead",
-    "take_results",
-]
+__all__ = ["CANCELLED", "DoubtfulPieces", "JobState", "Piece", "take_results"]
 
 CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, eq=False)
 class JobState:
-    """A load or save under way.
+    """A load or save under way. Only the engine's thread changes it.
 
     Attributes:
         job: the job; its keys and ids are those of objects, not of transfer blocks.
         objects_per_block: objects of one transfer block.
         next_object: index of the first object that is in no piece yet.
+        pieces: its pieces so far, in order.
+        ahead: pieces that wait for layers, each with how many leading layers it needs.
         num_open: pieces that have not ended.
-        good_objects: indices of objects that were put, or that were verified and are in the pool.
         error: why the result will be incomplete; no further pieces are started then.
         is_in_doubt: whether the engine knows that something may still write to its blocks.
         started_at: `time.monotonic()` at its start.
-        num_in_place: number of its pieces that move in place: all of them, or 0.
-        num_reported: counts pieces that a thread is done with. `next()` on `itertools.count` is
-            atomic under the GIL, so threads share it without a lock.
-        last_moved_at: `time.monotonic()` when a thread was last done with a piece.
-        moving_s: seconds that threads spent on its pieces, added up.
     """
 
     job: LoadJob | SaveJob
     objects_per_block: int = 1
     next_object: int = 0
+    pieces: list["Piece"] = field(default_factory=list)
+    ahead: list[tuple[int, "Piece"]] = field(default_factory=list)
     num_open: int = 0
-    good_objects: set[int] = field(default_factory=set)
     error: str = ""
     is_in_doubt: bool = False
     started_at: float = field(default_factory=time.monotonic)
-    last_moved_at: float = 0.0
-    moving_s: float = 0.0
-    num_in_place: int = 0
-    num_reported: Iterator[int] = field(default_factory=lambda: count(1))
 
     @classmethod
     def start(cls, job: LoadJob | SaveJob, slicing: BlockSlicing) -> Self:
@@ -76,18 +62,6 @@ class JobState:
         return cls(job, num_objects)
 
     @property
-    def seconds(self) -> float:
-        """Seconds from its start to `last_moved_at`, without `waited`; 0 if nothing was moved."""
-        return max(0.0, self.last_moved_at - self.started_at - self.waited)
-
-    @property
-    def waited(self) -> float:
-        """Seconds of that time in which a save ahead of its step waited for it; 0 for others."""
-        if not (isinstance(self.job, SaveJob) and self.job.step):
-            return 0.0
-        return max(0.0, self.last_moved_at - self.started_at - self.moving_s)
-
-    @property
     def is_started(self) -> bool:
         """Whether no further pieces will be started."""
         return self.next_object >= len(self.job.keys) or self.error != ""
@@ -96,14 +70,6 @@ class JobState:
     def is_over(self) -> bool:
         """Whether its result is known."""
         return self.is_started and self.num_open == 0
-
-    @property
-    def num_good_blocks(self) -> int:
-        """Leading good blocks. Pieces end in any order, and only an unbroken prefix counts."""
-        num_good = 0
-        while num_good in self.good_objects:
-            num_good += 1
-        return num_good // self.objects_per_block
 
     @property
     def num_tail_tokens(self) -> int:
@@ -131,55 +97,69 @@ class JobState:
         left = range(self.next_object, len(self.job.keys))
         assert num_slices in (1, self.objects_per_block)
         self.next_object = left.stop
-        pieces = [
+        return [
             (number, self._new_piece(left[number::num_slices][first : first + num_objects]))
             for number in range(num_slices)
             for first in range(0, len(left) // num_slices, num_objects)
         ]
-        self.num_in_place = len(pieces)
-        return pieces
 
-    def is_awaited(self, report: "PieceRead | PieceEnd") -> bool:
-        """Whether the engine's thread must react to a report. Any thread; once for each piece.
-
-        Of pieces that move in place, only the last one and those that failed matter.
+    def take_ahead(self, num_layers: int | None = None) -> list["Piece"]:
+        """Removes and returns the pieces that need no more than the leading `num_layers` layers;
+        all that wait if it is None.
         """
-        num_reported = next(self.num_reported)
-        return bool(report.error or self.error) or num_reported >= self.num_in_place
+        waiting, self.ahead = self.ahead, []
+        if num_layers is not None:
+            self.ahead = [entry for entry in waiting if entry[0] > num_layers]
+        return [piece for needed, piece in waiting if num_layers is None or needed <= num_layers]
 
-    def end_piece(self, end: "PieceEnd") -> None:
-        """Records the result of a piece."""
-        self.good_objects.update(end.piece.indices[: end.num_good])
-        self.error = self.error or end.error
-        self.moving_s += end.seconds
+    def end_piece(self, piece: "Piece") -> None:
+        """Notes that nothing moves a piece any more, and nothing writes to its memory."""
+        self.error = self.error or piece.error
         self.num_open -= 1
 
     def result(self) -> LoadResult | SaveResult:
         """Returns the result of a job that is over."""
+        moved_at = max((piece.moved_at for piece in self.pieces), default=self.started_at)
+        seconds = max(0.0, moved_at - self.started_at)
         if isinstance(self.job, SaveJob):
+            moving_s = sum(piece.seconds for piece in self.pieces)
+            # A save ahead of its step waits between the layers.
+            waited = max(0.0, seconds - moving_s) if self.job.step else 0.0
             return SaveResult(
                 self.job.job_id,
                 committed=not self.error,
                 error=self.error,
-                seconds=self.seconds,
-                waited=self.waited,
+                seconds=seconds - waited,
+                waited=waited,
             )
         # A cancelled load may still be complete, because calls under way go on.
-        num_good = self.num_good_blocks
-        is_complete = num_good * self.objects_per_block == len(self.job.keys)
-        error = "" if is_complete else self.error
-        return LoadResult(self.job.job_id, num_good, error, self.seconds)
+        num_good = self._num_good_objects()
+        error = "" if num_good == len(self.job.keys) else self.error
+        return LoadResult(self.job.job_id, num_good // self.objects_per_block, error, seconds)
+
+    def _num_good_objects(self) -> int:
+        """Returns how many leading objects of a load are verified and in the pool."""
+        num_good = 0
+        for piece in self.pieces:
+            num_good += piece.num_good
+            if piece.num_good < len(piece.keys):
+                break
+        return num_good
 
     def _new_piece(self, indices: range, segment: "Segment | None" = None) -> "Piece":
         self.num_open += 1
         keys = tuple(self.job.keys[index] for index in indices)
         object_ids = tuple(self.job.block_ids[index] for index in indices)
-        return Piece(self, indices, keys, object_ids, segment)
+        self.pieces.append(Piece(self, indices, keys, object_ids, segment))
+        return self.pieces[-1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Piece:
-    """Some objects of a job.
+    """Some objects of a job, and what became of them.
+
+    One thread at a time changes it: an I/O thread from its submission to its report, else the
+    engine's.
 
     Attributes:
         job: the job.
@@ -188,6 +168,13 @@ class Piece:
         object_ids: of the objects; see `BlockSlicing`.
         segment: where the objects are staged; None if they are moved in place, that is, directly
             between the backend and the pool.
+        num_good: leading objects that were put, or that were verified and are in the segment or
+            the pool.
+        error: why the others were not.
+        has_settled: see `InDoubtError`; None if nothing can write to the piece's memory.
+        has_landed: whether the copy of its good objects from the segment to the pool has begun.
+        moved_at: `time.monotonic()` when a thread was last done with it; 0 if none was.
+        seconds: that this thread spent on it.
     """
 
     job: JobState
@@ -195,6 +182,12 @@ class Piece:
     keys: tuple[bytes, ...]
     object_ids: tuple[int, ...]
     segment: "Segment | None"
+    num_good: int = 0
+    error: str = ""
+    has_settled: Callable[[], bool] | None = None
+    has_landed: bool = False
+    moved_at: float = 0.0
+    seconds: float = 0.0
 
     @property
     def staged_in(self) -> "Segment":
@@ -215,59 +208,79 @@ class Piece:
         first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.indices.start
         return range(max(0, first_tail), len(self.keys))
 
+    @property
+    def must_land(self) -> bool:
+        """Whether it has objects of a load in its segment that are to be copied into the pool."""
+        is_staged_load = self.segment is not None and isinstance(self.job.job, LoadJob)
+        return is_staged_load and self.num_good > 0 and not self.has_landed
 
-@dataclass(frozen=True, slots=True)
-class PieceRead:
-    """A load's piece is in its segment.
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the engine's thread must react to its report. Any thread, after the report.
 
-    Attributes:
-        piece: the piece.
-        num_good: leading objects that can be used.
-        error: why the others cannot.
-    """
+        Of pieces that move in place, only the last one and those that failed matter.
+        """
+        if self.segment is not None or self.error or self.job.error:
+            return True
+        return all(piece.moved_at for piece in self.job.pieces)
 
-    piece: Piece
-    num_good: int
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PieceEnd:
-    """A piece has been put, or is in the pool, or failed.
-
-    Attributes:
-        piece: the piece.
-        num_good: leading objects that were put, or that are in the pool.
-        error: why the others were not.
-        has_settled: see `InDoubtError`; None if nothing can write to the piece's memory.
-        seconds: that a thread spent on it last.
-    """
-
-    piece: Piece
-    num_good: int
-    error: str = ""
-    has_settled: Callable[[], bool] | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobHeld:
-    """The backend has the first objects of a save that is about to start.
-
-    Attributes:
-        job: the save.
-        num_objects: how many it has.
-    """
-
-    job: JobState
-    num_objects: int
+    def fail(self, error: str) -> Self:
+        """Notes that none of its objects can be used; returns the piece."""
+        self.num_good, self.error = 0, error
+        return self
 
 
 def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[SaveResult]]:
     """Removes the jobs that are over from the jobs under way; returns their results."""
     over = [job for job in jobs.values() if job.is_over]
+    ended = TransferResults.of([job.result() for job in over])
     for job in over:
         del jobs[job.job.job_id]
-    results = [job.result() for job in over]
-    loads = [result for result in results if isinstance(result, LoadResult)]
-    return loads, [result for result in results if isinstance(result, SaveResult)]
+        job.pieces.clear()  # they refer to the job, which would stay until a garbage collection
+    return list(ended.loads), list(ended.saves)
+
+
+class DoubtfulPieces:
+    """Pieces of failed loads whose memory something may still write to.
+
+    Such a piece stays open, so that its job has no result, and its blocks and its segment are
+    used for nothing else, however long that takes.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[Piece] = []
+        self._new_jobs: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._ends)
+
+    @property
+    def num_objects(self) -> int:
+        """Number of objects in these pieces."""
+        return sum(len(piece.keys) for piece in self._ends)
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments that these pieces hold."""
+        return sum(piece.segment is not None for piece in self._ends)
+
+    def add(self, piece: Piece) -> bool:
+        """Adds a piece; returns whether it is the first one of its job."""
+        job = piece.job
+        is_first, job.is_in_doubt = not job.is_in_doubt, True
+        if is_first:
+            self._new_jobs.append(job.job.job_id)
+        job.error = job.error or piece.error
+        self._ends.append(piece)
+        return is_first
+
+    def take_ends(self) -> list[Piece]:
+        """Removes and returns all pieces; the caller adds those that have not settled again."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def take_new_jobs(self) -> list[int]:
+        """Returns the loads that came into doubt since the last call."""
+        new_jobs, self._new_jobs = self._new_jobs, []
+        return new_jobs

@@ -1,8 +1,8 @@
 """Messages between the halves of a connector over several members, and its jobs. Pure.
 
 `MultiWork` and `MultiResults` go between the halves. `MemberParams` are what a handoff carries
-for each member. `Lookup`, `Load` and `Save` are the states of jobs, each of which becomes jobs
-of members.
+for each member. `SplitLookup`, `SplitLoad` and `SplitSave` are the states of jobs, each of
+which becomes jobs of members.
 """
 
 import struct
@@ -13,12 +13,12 @@ from kvstore.handoff import KvHandoff
 from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
 
 __all__ = [
-    "Load",
-    "Lookup",
     "MemberParams",
     "MultiResults",
     "MultiWork",
-    "Save",
+    "SplitLoad",
+    "SplitLookup",
+    "SplitSave",
     "pack_params",
     "unpack_params",
 ]
@@ -78,7 +78,7 @@ _ANSWERS = ("", _MISSING, "corrupt")
 
 
 @dataclass(slots=True)
-class Lookup:
+class SplitLookup:
     """A look-up: members are asked in turn for the keys that those before them lack.
 
     Attributes:
@@ -97,7 +97,7 @@ class Lookup:
 
 
 @dataclass(slots=True)
-class Load:
+class SplitLoad:
     """A load: one member at a time loads the blocks that those before it could not.
 
     Attributes:
@@ -156,7 +156,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Save:
+class SplitSave:
     """A save: several members save the same blocks.
 
     Attributes:

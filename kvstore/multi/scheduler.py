@@ -20,11 +20,11 @@ from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import ConnectorWork, LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.multi.jobs import (
-    Load,
-    Lookup,
     MultiResults,
     MultiWork,
-    Save,
+    SplitLoad,
+    SplitLookup,
+    SplitSave,
     pack_params,
     unpack_params,
 )
@@ -70,9 +70,9 @@ class MultiScheduler(KvConnectorScheduler):
         self._carriers = frozenset(
             index for index, member in enumerate(members) if member.carries_handoffs
         )
-        self._lookups: dict[int, Lookup] = {}
-        self._loads: dict[int, Load] = {}
-        self._saves: dict[int, Save] = {}
+        self._lookups: dict[int, SplitLookup] = {}
+        self._loads: dict[int, SplitLoad] = {}
+        self._saves: dict[int, SplitSave] = {}
         # What has ended since the last `update`.
         self._results: list[LookupResult | LoadResult | SaveResult] = []
         self._released: list[int] = []
@@ -83,7 +83,7 @@ class MultiScheduler(KvConnectorScheduler):
     @override
     def lookup(self, keys: Sequence[bytes]) -> int:
         job_id = next(self._job_ids)
-        self._lookups[job_id] = Lookup(tuple(keys), self._finders)
+        self._lookups[job_id] = SplitLookup(tuple(keys), self._finders)
         self._advance_lookup(job_id)
         return job_id
 
@@ -123,7 +123,7 @@ class MultiScheduler(KvConnectorScheduler):
     ) -> int:
         job_id = next(self._job_ids)
         sources = self._finders if handoff is None else tuple(range(len(self._members)))
-        self._loads[job_id] = Load(tuple(keys), tuple(block_ids), handoff, sources)
+        self._loads[job_id] = SplitLoad(tuple(keys), tuple(block_ids), handoff, sources)
         self._advance_load(job_id)
         return job_id
 
@@ -164,7 +164,7 @@ class MultiScheduler(KvConnectorScheduler):
         job_id = next(self._job_ids)
         every = tuple(range(len(self._members)))
         takers = every if lease_id else self._finders or every
-        self._saves[job_id] = Save(set(takers))
+        self._saves[job_id] = SplitSave(set(takers))
         for index in takers:
             member = self._members[index]
             member_job = member.scheduler.save(
@@ -284,10 +284,4 @@ class MultiScheduler(KvConnectorScheduler):
         results, self._results = self._results, []
         released, self._released = self._released, []
         doubted, self._doubted = self._doubted, []
-        return TransferResults(
-            tuple(result for result in results if isinstance(result, LookupResult)),
-            tuple(result for result in results if isinstance(result, LoadResult)),
-            tuple(result for result in results if isinstance(result, SaveResult)),
-            tuple(released),
-            tuple(doubted),
-        )
+        return TransferResults.of(results, released, doubted)

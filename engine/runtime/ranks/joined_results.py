@@ -73,13 +73,7 @@ class JoinedResults:
         ended, self._ended = self._ended, []
         released, self._released = self._released, []
         doubted, self._doubted = self._doubted, []
-        return TransferResults(
-            tuple(result for result in ended if isinstance(result, LookupResult)),
-            tuple(result for result in ended if isinstance(result, LoadResult)),
-            tuple(result for result in ended if isinstance(result, SaveResult)),
-            tuple(released),
-            tuple(doubted),
-        )
+        return TransferResults.of(ended, released, doubted)
 
     def _add_result(self, result: _Result) -> None:
         job = self._jobs.get(result.job_id)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import compress
 from multiprocessing.connection import Connection
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -38,10 +38,7 @@ from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
-if TYPE_CHECKING:
-    from engine.runtime.model_runner import ModelRunner
-
-__all__ = ["RanksConnectorWorker", "join_transfers", "read_reports"]
+__all__ = ["RanksConnectorWorker", "read_reports"]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -148,16 +145,14 @@ class RanksConnectorWorker(KvConnectorWorker):
 
     @override
     def poll(self) -> TransferResults:
-        for results in (self._own.poll(), *self._take_arrived()):
-            self._joined.add(results)
+        self._joined.add(self._own.poll())
+        while self._arrived:
+            self._joined.add(self._arrived.popleft())
         return self._joined.take()
 
     @override
     def close(self) -> None:
         self._own.close()
-
-    def _take_arrived(self) -> list[TransferResults]:
-        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def _send(self, messages: Sequence[PoolMessage | WorkMessage]) -> None:
         for link, message in zip(self._links, messages, strict=True):
@@ -194,25 +189,6 @@ def _receive_slices(link: Connection) -> SavedSlices:
     except (EOFError, OSError) as error:
         raise RanksLostError("a rank has ended while it registered its pool") from error
     raise RanksLostError("a rank has not registered its pool in time")
-
-
-def join_transfers(
-    own: Connector, ranks: EngineRanks, links: Sequence[Connection], runner: "ModelRunner"
-) -> Connector:
-    """Makes all ranks move their parts of the KV.
-
-    Args:
-        own: both halves of rank 0's connector.
-        ranks: the group.
-        links: connections to the other ranks, in their order.
-        runner: that of rank 0.
-
-    Returns:
-        Both halves of the connector of the engine.
-    """
-    worker = RanksConnectorWorker(own, ranks, links)
-    runner.count_work(lambda: worker.num_work_messages)
-    return own[0], worker
 
 
 def read_reports(
