@@ -1,8 +1,8 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from baton.common.errors import FailedPreconditionError, InvalidArgumentError, Reason
@@ -10,21 +10,20 @@ from baton.common.request.answer import (
     NO_DELTA,
     CandidateOutput,
     TokenCounts,
-    TokenLogprobs,
     stated_stop,
 )
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.structured_outputs import StructuredOutputs
 from router.chat.call_forms import form_or_calls, strict_calls
 from router.chat.chat_request import ChatRequest, Conversation, content_text
-from router.chat.output import ChatAnswer, ChatOutput, join_deltas, whole_answer
+from router.chat.output import ChatOutput, join_deltas
 from router.chat.reasoning_parsers import MarkedReasoningParser, ReasoningParser
 from router.chat.template import ends_in_reasoning
 from router.chat.tool_parsers import ToolParser, forced_tool_parser
 from router.models import Model
 from router.requests.validation import check_length
 
-__all__ = ["ChatService", "WholeCandidate", "WholeChat", "whole_chat"]
+__all__ = ["ChatService"]
 
 
 class ChatService:
@@ -241,48 +240,6 @@ class _Answers:
             parallel_tool_calls=is_parallel,
             schema_fields=fields,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class WholeCandidate:
-    """One candidate of a whole answer; fields are those of `CandidateOutput`."""
-
-    index: int
-    answer: ChatAnswer
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish_reason: str | None
-    matched_stop: str | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class WholeChat:
-    """A whole answer: its candidates by index, and token counts."""
-
-    candidates: Sequence[WholeCandidate]
-    usage: TokenCounts
-
-
-async def whole_chat(outputs: AsyncIterator[CandidateOutput]) -> WholeChat:
-    """Joins the outputs of an answer, to its end."""
-    by_index: dict[int, list[CandidateOutput]] = {}
-    usage = TokenCounts()
-    async for output in outputs:
-        by_index.setdefault(output.index, []).append(output)
-        usage = output.usage or usage
-    candidates = [_candidate(index, by_index[index]) for index in sorted(by_index)]
-    return WholeChat(candidates, usage)
-
-
-def _candidate(index: int, outputs: Sequence[CandidateOutput]) -> WholeCandidate:
-    return WholeCandidate(
-        index=index,
-        answer=whole_answer(output.delta for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        finish_reason=outputs[-1].finish_reason,
-        matched_stop=outputs[-1].matched_stop,
-    )
 
 
 def _without_unused_tools(request: ChatRequest) -> ChatRequest:

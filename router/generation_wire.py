@@ -5,7 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from baton.common.errors import InvalidArgumentError
-from baton.common.request.answer import CandidateOutput, TokenCounts, TokenLogprobs
+from baton.common.request.answer import (
+    CandidateOutput,
+    JoinedAnswer,
+    JoinedCandidate,
+    TokenCounts,
+    TokenLogprobs,
+)
 from baton.common.request.generation import GenerationRequest, TextOrTokens, new_request_id
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.results import Timings
@@ -127,9 +133,8 @@ def stream_response(output: CandidateOutput) -> generation_pb2.GenerateStreamRes
         response.prompt_usage.CopyFrom(usage_to_proto(output.prompt_usage))
     if output.finish_reason is not None:
         _add_end(response, output)
-    if output.usage is not None and output.timings is not None:
-        response.usage.CopyFrom(usage_to_proto(output.usage))
-        response.timings.CopyFrom(_timings(output.timings))
+    if output.usage is not None:
+        _add_totals(response, output)
     return response
 
 
@@ -142,37 +147,23 @@ class WholeGeneration:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._completions: dict[int, generation_pb2.Completion] = {}
-        self._texts: dict[int, list[str]] = {}
-        self._response = generation_pb2.GenerateResponse()
+        self._answer = JoinedAnswer()
 
     def add(self, output: CandidateOutput) -> None:
         """Adds the next output."""
-        index = output.index
-        if index not in self._completions:
-            self._completions[index] = generation_pb2.Completion(index=index)
-            self._texts[index] = []
-        completion = self._completions[index]
-        completion.token_ids.extend(output.token_ids)
-        completion.logprobs.extend(_messages(output.logprobs))
-        self._texts[index].append(output.text)
+        self._answer.add(output)
         self.num_bytes += len(output.token_ids) + len(output.text)
-        if output.prompt_usage is not None:
-            _add_prompt(self._response, output)
-        if output.finish_reason is not None:
-            completion.text = "".join(self._texts.pop(index))
-            _add_end(completion, output)
-        if output.usage is not None and output.timings is not None:
-            self._response.request_id = output.request_id
-            self._response.usage.CopyFrom(usage_to_proto(output.usage))
-            self._response.timings.CopyFrom(_timings(output.timings))
 
     def response(self) -> generation_pb2.GenerateResponse:
         """The candidates by index. Called once, when the request has ended."""
-        self._response.completions.extend(
-            self._completions[index] for index in sorted(self._completions)
+        last = self._answer.last
+        response = generation_pb2.GenerateResponse(
+            request_id=last.request_id,
+            completions=map(_completion, self._answer.candidates),
         )
-        return self._response
+        _add_prompt(response, self._answer.first)
+        _add_totals(response, last)
+        return response
 
 
 class WholePrompts:
@@ -204,6 +195,26 @@ class WholePrompts:
             request_id=self._request_id,
             responses=[prompt.response() for prompt in self._prompts],
         )
+
+
+def _completion(candidate: JoinedCandidate) -> generation_pb2.Completion:
+    completion = generation_pb2.Completion(
+        index=candidate.index,
+        text="".join(candidate.texts),
+        token_ids=candidate.token_ids,
+        logprobs=_messages(candidate.logprobs),
+    )
+    _add_end(completion, candidate.last)
+    return completion
+
+
+def _add_totals(
+    response: generation_pb2.GenerateStreamResponse | generation_pb2.GenerateResponse,
+    output: CandidateOutput,
+) -> None:
+    if output.usage is not None and output.timings is not None:
+        response.usage.CopyFrom(usage_to_proto(output.usage))
+        response.timings.CopyFrom(_timings(output.timings))
 
 
 def _add_prompt(

@@ -1,6 +1,6 @@
 """`AsyncLLM`: the engine in this process for coroutines, with results as they come.
 
-prompt -> token ids -> AsyncEngine -> TextStream per request -> results
+prompt -> SpecMaker -> AsyncEngine -> Completion per request -> results
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from baton.common.errors import BatonError, FailedPreconditionError, InternalError, UnavailableError
@@ -56,9 +55,8 @@ class AsyncLLM:
         return made
 
     def _load(self, args: EngineArgs) -> None:
-        loaded = OfflineModel.load(args)
-        self._core, self._requests = loaded.core, loaded.requests
-        self._tokenizer = loaded.tokenizer
+        self._model = OfflineModel(args)
+        self._core = self._model.core
         self._engine: AsyncEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
@@ -103,7 +101,7 @@ class AsyncLLM:
         """
         refuse_lora(lora_request)
         engine = self._running_engine()
-        params = self._requests.complete(sampling_params)
+        params = self._model.complete(sampling_params)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         name = f"async-{next(self._numbers)}" if request_id is None else request_id
         with self._abortable(name) as unsent:
@@ -136,11 +134,11 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> OfflineTokenizer:
         """Returns the tokenizer that turns prompts into tokens."""
-        return self._tokenizer
+        return self._model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that hold if none are given."""
-        return self._requests.default_params()
+        return self._model.default_params()
 
     async def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many KV blocks were cached.
@@ -161,12 +159,7 @@ class AsyncLLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _running_engine(self) -> AsyncEngine:
@@ -195,8 +188,8 @@ class AsyncLLM:
     ) -> OfflineRequest:
         """Makes the request; a thread tokenizes a long text."""
         if len(prompt.text or "") <= MAX_INLINE_LENGTH:
-            return self._requests.make(name, prompt, params, **fields)
-        return await asyncio.to_thread(self._requests.make, name, prompt, params, **fields)
+            return self._model.make_request(name, prompt, params, **fields)
+        return await asyncio.to_thread(self._model.make_request, name, prompt, params, **fields)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +220,7 @@ class _Stream:
 
     def start(self) -> None:
         """Sends the request to the engine."""
-        self._request.arrived_at = time.monotonic()
+        self._request.start()
         self._engine.submit(EngineRequest(spec=self._request.spec), self._on_output)
         self._is_live = True
 

@@ -1,13 +1,11 @@
 """`LLM`: offline generation, with the engine and the router's text handling in one process.
 
-prompts -> token ids -> EngineCore steps -> TextStream per request -> results
+prompts -> SpecMaker -> EngineCore steps -> Completion per request -> results
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -49,9 +47,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        loaded = OfflineModel.load(EngineArgs(model, **arguments))
-        self._core, self._requests = loaded.core, loaded.requests
-        self._chats, self._tokenizer = loaded.chats, loaded.tokenizer
+        self._model = OfflineModel(EngineArgs(model, **arguments))
+        self._core = self._model.core
         self._numbers = count()
         self._is_closed = False
 
@@ -135,7 +132,7 @@ class LLM:
         """
         refuse_lora(lora_request)
         prompts = [
-            self._chats.render(
+            self._model.chats.render(
                 conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -168,18 +165,19 @@ class LLM:
             InvalidArgumentError: as in `generate`.
         """
         refuse_lora(lora_request)
+        decode = self._model.tokenizer.decode
         results = self._complete(parse_prompts(prompts), params.sampling_params(), use_tqdm)
-        return [beam_search_output(result, params, self._tokenizer.decode) for result in results]
+        return [beam_search_output(result, params, decode) for result in results]
 
     def get_tokenizer(self) -> OfflineTokenizer:
         """Returns the tokenizer that turns prompts into tokens."""
-        return self._tokenizer
+        return self._model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that hold if none are given: those that the checkpoint's
         generation_config.json states, and Baton's defaults for the others.
         """
-        return self._requests.default_params()
+        return self._model.default_params()
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many KV blocks were cached."""
@@ -201,12 +199,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _complete(
@@ -235,7 +228,7 @@ class LLM:
     ) -> dict[str, OfflineRequest]:
         if params is None or isinstance(params, SamplingParams | Mapping):
             params = [params] * len(prompts)
-        per_prompt = [self._requests.complete(each) for each in params]
+        per_prompt = [self._model.complete(each) for each in params]
         priorities = [0] * len(prompts) if priority is None else priority
         for name, values in (("params", per_prompt), ("priority", priorities)):
             if len(values) != len(prompts):
@@ -243,7 +236,7 @@ class LLM:
                     f"{name} has {len(values)} entries for {len(prompts)} prompts"
                 )
         requests = (
-            self._requests.make(f"offline-{next(self._numbers)}", prompt, own, priority=level)
+            self._model.make_request(f"offline-{next(self._numbers)}", prompt, own, priority=level)
             for prompt, own, level in zip(prompts, per_prompt, priorities, strict=True)
         )
         return {request.spec.request_id: request for request in requests}
@@ -261,7 +254,7 @@ class LLM:
         with bar(total=len(requests), unit="prompt", disable=not use_tqdm) as progress:
             progress.update(len(requests) - len(unfinished))
             for request in list(unfinished.values()):
-                request.arrived_at = time.monotonic()
+                request.start()
                 self._deliver(
                     self._core.scheduler.add(EngineRequest(spec=request.spec)), unfinished
                 )

@@ -1,5 +1,6 @@
 """Workers' messages with new tokens as `CandidateOutput`."""
 
+from baton.common.errors import InternalError
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.wire import FINISH_REASONS, parse_timings
 from baton.v1 import common_pb2, request_pb2
@@ -13,7 +14,7 @@ def output_from_proto(message: request_pb2.CandidateOutput) -> CandidateOutput:
     """The output that a worker sent.
 
     Raises:
-        KeyError: the finish reason is unknown.
+        InternalError: the finish reason is unknown.
     """
     output = CandidateOutput(message.index, message.token_ids[:])
     if message.logprobs:
@@ -23,6 +24,11 @@ def output_from_proto(message: request_pb2.CandidateOutput) -> CandidateOutput:
         output.rejected_drafts = message.rejected_drafts
     if message.is_last or message.finish_reason:
         output.is_last = message.is_last
+        if message.finish_reason not in _FINISH_REASONS:
+            raise InternalError(
+                f"finish_reason is {message.finish_reason}, which this router does not know; is "
+                "the worker of a later version?"
+            )
         output.finish_reason = _FINISH_REASONS[message.finish_reason]
         output.score = message.score if message.HasField("score") else None
     if message.HasField("timings"):

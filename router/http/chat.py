@@ -9,10 +9,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.common.request.answer import CandidateOutput, ChatDelta, TokenCounts, ToolCallDelta
+from baton.common.request.answer import (
+    CandidateOutput,
+    ChatDelta,
+    JoinedAnswer,
+    JoinedCandidate,
+    TokenCounts,
+    ToolCallDelta,
+)
 from router.chat.chat_request import ChatRequest, Conversation, content_text
-from router.chat.output import ToolCall
-from router.chat_service import ChatService, WholeCandidate, whole_chat
+from router.chat.output import ToolCall, whole_answer
+from router.chat_service import ChatService
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.chat_body import ChatBody
@@ -114,16 +121,19 @@ class ChatJob:
     async def whole(self) -> dict[str, Any]:
         """The answer with all choices."""
         await self._encode_prompt(is_needed=bool(self._body.return_token_ids))
+        answer = JoinedAnswer()
         async with aclosing(self._service.stream(self._request, self._timeout_s)) as outputs:
-            chat = await whole_chat(outputs)
-        logprobs = (num_logprob_bytes(candidate.logprobs) for candidate in chat.candidates)
+            async for output in outputs:
+                answer.add(output)
+        candidates = answer.candidates
+        logprobs = (num_logprob_bytes(candidate.logprobs) for candidate in candidates)
         self.num_logprob_bytes = sum(logprobs)
         choices = await convert_input(
-            self.num_logprob_bytes, lambda: list(map(self._choice, chat.candidates))
+            self.num_logprob_bytes, lambda: list(map(self._choice, candidates))
         )
         fields = self._head("chat.completion") | {
             "choices": choices,
-            "usage": usage_fields(chat.usage, has_reasoning=True),
+            "usage": usage_fields(answer.last.usage or TokenCounts(), has_reasoning=True),
         }
         return fields | self._prompt_fields()
 
@@ -226,8 +236,8 @@ class ChatJob:
             fields["tool_calls"] = list(map(_call_delta, delta.tool_calls))
         return fields
 
-    def _choice(self, candidate: WholeCandidate) -> dict[str, Any]:
-        parts = candidate.answer
+    def _choice(self, candidate: JoinedCandidate) -> dict[str, Any]:
+        parts = whole_answer(candidate.deltas)
         reasoning = None if self._body.include_reasoning is False else parts.reasoning
         content = parts.content
         message: dict[str, Any] = {
@@ -243,15 +253,15 @@ class ChatJob:
             "index": candidate.index,
             "message": message,
             "logprobs": self._logprobs(candidate.token_ids, candidate),
-            "finish_reason": candidate.finish_reason,
-            "stop_reason": candidate.matched_stop,
+            "finish_reason": candidate.last.finish_reason,
+            "stop_reason": candidate.last.matched_stop,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = list(candidate.token_ids)
+            choice["token_ids"] = candidate.token_ids
         return choice
 
     def _logprobs(
-        self, token_ids: Sequence[int], source: CandidateOutput | WholeCandidate
+        self, token_ids: Sequence[int], source: CandidateOutput | JoinedCandidate
     ) -> dict[str, Any] | None:
         if not source.logprobs:
             return None

@@ -1,4 +1,6 @@
-"""`RoutedRequest`: a request ready for the tiers, and how it is made from a client's."""
+"""`SpecMaker`: from a prompt to a request of an engine. `RoutedRequest`: a request ready for the
+tiers, and how it is made from a client's.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ from router.requests.validation import (
     returnable_params,
 )
 
-__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt", "truncate_prompt"]
+__all__ = ["RoutedRequest", "SpecMaker", "prepare_request", "tokenize_prompt"]
 
 _Result = TypeVar("_Result")
 
@@ -75,90 +77,118 @@ class RoutedRequest:
         return 0 if computes_all else overlap_blocks * self.block_size
 
 
-async def prepare_request(
-    request: GenerationRequest,
-    prompt: TextOrTokens,
-    params: SamplingParams,
-    tokenizer: Tokenizer,
-    model: ServedModel,
-    limits: RequestLimits,
-    deadline: float,
-    record: RequestRecord,
-    marks: ReasoningMarks | None = None,
-) -> RoutedRequest:
-    """Tokenizes the prompt, applies the limits and computes the block keys.
+@dataclass(frozen=True, slots=True)
+class SpecMaker:
+    """Makes the specs of a model's requests; the router and the offline `LLM` use it. Its methods
+    wait for nothing and may run in any thread.
 
-    Args:
-        request: the client's, which `validate_request` has accepted.
-        prompt: one of its prompts.
-        params: its parameters.
+    Attributes:
         tokenizer: the model's.
-        model: the served model.
-        limits: the decode replicas' limits.
-        deadline: `time.monotonic()` at which the request must have ended.
-        record: the request's times, with the client's name for the request.
-        marks: those of the model's reasoning part, if they are configured.
-
-    Raises:
-        InvalidArgumentError: the prompt or a parameter does not fit the model.
-        FailedPreconditionError: the request limits the reasoning part, which has no tags.
+        limits: the engines' limits.
+        eos_token_ids: the model's end-of-sequence tokens.
+        marks: the tags of the model's reasoning part; None if they are not known.
+        max_truncated_chars: the most characters of a text that is to be truncated, although its
+            tokens may not fit.
     """
-    reasoning = marks_for(params, marks, limits.vocab_size)
-    if reasoning is not None:
-        reasoning = replace(reasoning, start=request.reasoning_start)
-    token_ids = await tokenize_prompt(
-        prompt,
-        tokenizer,
-        limits,
-        params.truncate_prompt_tokens,
-        add_special_tokens=request.add_special_tokens,
-    )
-    check = partial(check_token_ids, "prompt token_ids", token_ids, limits.vocab_size)
-    await _in_thread_if_long(token_ids, check)
-    num_prompts = len(request.prompts)
-    is_stated = "max_tokens" in request.stated
-    params = _checked(params, len(token_ids), limits, num_prompts, is_stated)
-    bad_words = await tokenizer.encode_bad_words_async(params.bad_words)
-    for bad_word in bad_words:
-        check_token_ids("bad_words", bad_word, limits.vocab_size)
-    prediction = await _tokenize_prediction(params.prediction, tokenizer, limits, num_prompts)
-    spec = RequestSpec.with_defaults(
-        unique_request_id(record.request_id),
-        token_ids,
-        params,
-        eos_token_ids=model.eos_token_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        deadline=deadline,
-        bad_words_token_ids=bad_words,
-        reasoning=reasoning,
-        prediction_token_ids=prediction,
-    )
-    return RoutedRequest(
-        spec=spec,
-        namespace=model.namespace,
-        block_keys=await _block_keys(spec, model),
-        block_size=model.block_size,
-        record=record,
-    )
 
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    eos_token_ids: tuple[int, ...] = ()
+    marks: ReasoningMarks | None = None
+    max_truncated_chars: int = MAX_TOKENIZE_CHARS
 
-def _checked(
-    params: SamplingParams,
-    num_prompt_tokens: int,
-    limits: RequestLimits,
-    num_prompts: int,
-    is_stated: bool,
-) -> SamplingParams:
-    """Returns the parameters that fit the model and the response; refuses others. `is_stated` says
-    whether the client states `max_tokens`.
-    """
-    check_vocabulary(params, limits.vocab_size)
-    params = returnable_params(params, num_prompt_tokens, num_prompts, is_stated=is_stated)
-    params = fitting_params(params, num_prompt_tokens, limits)
-    check_candidates(params, limits)
-    check_logprobs(params, num_prompt_tokens, num_prompts)
-    return params
+    def encode_prompt(
+        self,
+        prompt: TextOrTokens,
+        truncate_prompt_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[int, ...]:
+        """The prompt's token ids. A prompt that cannot fit is refused before it is tokenized or
+        copied.
+
+        Raises:
+            InvalidArgumentError: the prompt is empty or too long, has a token outside of the
+                vocabulary, or a text has no UTF-8 form.
+        """
+        token_ids: Sequence[int]
+        adds = add_special_tokens and isinstance(prompt, str)
+        if isinstance(prompt, str):
+            self._check_characters(prompt, truncates=truncate_prompt_tokens is not None)
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            token_ids = prompt
+        if truncate_prompt_tokens is not None:
+            num_leading = self.tokenizer.num_leading_special_tokens if adds else 0
+            most = self.limits.max_total_tokens - 1
+            most = most if truncate_prompt_tokens < 0 else truncate_prompt_tokens
+            token_ids = _truncated(token_ids, most, num_leading)
+        check_prompt_length(len(token_ids), self.limits)
+        copied = _copied(token_ids)
+        check_token_ids("prompt token_ids", copied, self.limits.vocab_size)
+        return copied
+
+    def make_spec(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        deadline: float | None = None,
+    ) -> RequestSpec:
+        """Makes the spec of one prompt. Its `max_tokens` is at most what fits after the prompt.
+
+        Args:
+            request_id: unique among the engine's live requests.
+            request: the request, whose prompts share the room for a prediction.
+            token_ids: those of the prompt, as `encode_prompt` returns them.
+            params: the parameters.
+            deadline: `time.monotonic()` at which the request must have ended.
+
+        Raises:
+            InvalidArgumentError: a parameter does not fit the model.
+            FailedPreconditionError: the request limits the reasoning part, which has no tags.
+        """
+        vocab_size = self.limits.vocab_size
+        reasoning = marks_for(params, self.marks, vocab_size)
+        if reasoning is not None:
+            reasoning = replace(reasoning, start=request.reasoning_start)
+        check_vocabulary(params, vocab_size)
+        bad_words = self.tokenizer.encode_bad_words(params.bad_words)
+        for bad_word in bad_words:
+            check_token_ids("bad_words", bad_word, vocab_size)
+        return RequestSpec.with_defaults(
+            request_id,
+            token_ids,
+            fitting_params(params, len(token_ids), self.limits),
+            eos_token_ids=self.eos_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            deadline=deadline,
+            bad_words_token_ids=bad_words,
+            reasoning=reasoning,
+            prediction_token_ids=self._encode_prediction(params.prediction, len(request.prompts)),
+        )
+
+    def _encode_prediction(self, text: str, num_prompts: int) -> tuple[int, ...]:
+        """The token ids of `SamplingParams.prediction`, of which each prompt gets a copy."""
+        if not text:
+            return ()
+        most_chars = self.limits.max_model_len * self.tokenizer.longest_token_chars // num_prompts
+        check_length("prediction", text, most_chars)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False, field="prediction")
+        check_prediction(token_ids, self.limits, num_prompts)
+        return tuple(token_ids)
+
+    def _check_characters(self, text: str, *, truncates: bool) -> None:
+        """Refuses texts that cannot fit. The tokens of a text that is to be truncated are known
+        only when the whole text is tokenized.
+        """
+        longest, most_tokens = self.tokenizer.longest_token_chars, self.limits.max_total_tokens
+        most_chars = most_tokens * longest
+        if truncates:
+            most_chars = max(most_chars, self.max_truncated_chars)
+        check_prompt_characters("text", text, most_chars, longest, most_tokens)
 
 
 async def tokenize_prompt(
@@ -169,36 +199,78 @@ async def tokenize_prompt(
     *,
     add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
-    """The prompt's token ids. A prompt that cannot fit is refused before it is tokenized or copied.
+    """`SpecMaker.encode_prompt`, in a thread if it would delay other requests."""
+    encode = partial(
+        SpecMaker(tokenizer, limits).encode_prompt,
+        prompt,
+        truncate_prompt_tokens,
+        add_special_tokens=add_special_tokens,
+    )
+    return await _in_thread_if_long(len(prompt), encode)
 
-    A text that is to be truncated may have `MAX_TOKENIZE_CHARS` characters, although its tokens
-    may not fit: its last tokens are known only when the whole text is tokenized.
+
+async def prepare_request(
+    request: GenerationRequest,
+    prompt: TextOrTokens,
+    params: SamplingParams,
+    maker: SpecMaker,
+    model: ServedModel,
+    deadline: float,
+    record: RequestRecord,
+) -> RoutedRequest:
+    """Tokenizes the prompt, applies the limits and computes the block keys, in a thread if it would
+    delay other requests.
+
+    Args:
+        request: the client's, which `validate_request` has accepted.
+        prompt: one of its prompts.
+        params: its parameters.
+        maker: makes its spec.
+        model: the served model.
+        deadline: `time.monotonic()` at which the request must have ended.
+        record: the request's times, with the client's name for the request.
 
     Raises:
-        InvalidArgumentError: the prompt is too long.
+        InvalidArgumentError: the prompt or a parameter does not fit the model or one response.
+        FailedPreconditionError: the request limits the reasoning part, which has no tags.
     """
-    if isinstance(prompt, str):
-        most_chars = limits.max_total_tokens * tokenizer.longest_token_chars
-        if truncate_prompt_tokens is not None:
-            most_chars = max(most_chars, MAX_TOKENIZE_CHARS)
-        check_prompt_characters(
-            "text", prompt, most_chars, tokenizer.longest_token_chars, limits.max_total_tokens
-        )
-        token_ids: Sequence[int] = await tokenizer.encode_async(
-            prompt, add_special_tokens=add_special_tokens
-        )
-    else:
-        token_ids = prompt
-    if truncate_prompt_tokens is not None:
-        added_by = tokenizer if isinstance(prompt, str) and add_special_tokens else None
-        token_ids = truncate_prompt(token_ids, truncate_prompt_tokens, limits, added_by)
-    check_prompt_length(len(token_ids), limits)
-    return await _in_thread_if_long(token_ids, partial(_copied, token_ids))
+    length = sum(map(len, (prompt, params.prediction, *params.bad_words)))
+    prepare = partial(_prepare, request, prompt, params, maker, model, deadline, record)
+    return await _in_thread_if_long(length, prepare)
 
 
-async def _in_thread_if_long(token_ids: Sequence[int], function: Callable[[], _Result]) -> _Result:
-    """Calls a function of a prompt's tokens; a thread does if they would delay other requests."""
-    if len(token_ids) <= MAX_INLINE_LENGTH:
+def _prepare(
+    request: GenerationRequest,
+    prompt: TextOrTokens,
+    params: SamplingParams,
+    maker: SpecMaker,
+    model: ServedModel,
+    deadline: float,
+    record: RequestRecord,
+) -> RoutedRequest:
+    num_prompts = len(request.prompts)
+    token_ids = maker.encode_prompt(
+        prompt, params.truncate_prompt_tokens, add_special_tokens=request.add_special_tokens
+    )
+    is_stated = "max_tokens" in request.stated
+    params = returnable_params(params, len(token_ids), num_prompts, is_stated=is_stated)
+    request_id = unique_request_id(record.request_id)
+    spec = maker.make_spec(request_id, request, token_ids, params, deadline)
+    check_candidates(spec.params, maker.limits)
+    check_logprobs(spec.params, len(token_ids), num_prompts)
+    chain = BlockKeyChain(model.namespace, model.block_size, cache_salt=spec.cache_salt)
+    return RoutedRequest(
+        spec=spec,
+        namespace=model.namespace,
+        block_keys=tuple(chain.extend(token_ids)),
+        block_size=model.block_size,
+        record=record,
+    )
+
+
+async def _in_thread_if_long(length: int, function: Callable[[], _Result]) -> _Result:
+    """Calls a function of texts and tokens, of which there are `length` characters and ids."""
+    if length <= MAX_INLINE_LENGTH:
         return function()
     return await asyncio.to_thread(function)
 
@@ -211,44 +283,15 @@ def _copied(token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(copied)
 
 
-async def _tokenize_prediction(
-    text: str, tokenizer: Tokenizer, limits: RequestLimits, num_prompts: int
-) -> tuple[int, ...]:
-    """The token ids of `SamplingParams.prediction`, encoded for each prompt of a message."""
-    if not text:
-        return ()
-    most_chars = limits.max_model_len * tokenizer.longest_token_chars // num_prompts
-    check_length("prediction", text, most_chars)
-    token_ids = await tokenizer.encode_async(text, add_special_tokens=False, field="prediction")
-    check_prediction(token_ids, limits, num_prompts)
-    return tuple(token_ids)
-
-
-def truncate_prompt(
-    token_ids: Sequence[int],
-    truncate_prompt_tokens: int,
-    limits: RequestLimits,
-    tokenizer: Tokenizer | None,
-) -> Sequence[int]:
+def _truncated(token_ids: Sequence[int], most: int, num_leading: int) -> Sequence[int]:
     """Returns the last tokens of a prompt, after its leading special tokens, as vLLM does.
 
     Args:
         token_ids: the prompt.
-        truncate_prompt_tokens: how many tokens to keep, the leading ones included; -1 keeps as
-            many as leave room for one generated token.
-        limits: the engine's.
-        tokenizer: encoded the prompt; the special tokens that it added at the start are kept.
-            None for a prompt that the caller gave as token ids.
+        most: how many tokens to keep, the leading ones included.
+        num_leading: the special tokens at the start.
     """
-    most = limits.max_total_tokens - 1 if truncate_prompt_tokens < 0 else truncate_prompt_tokens
     if len(token_ids) <= most:
         return token_ids
-    num_leading = 0 if tokenizer is None else min(tokenizer.num_leading_special_tokens, most)
+    num_leading = min(num_leading, most)
     return [*token_ids[:num_leading], *token_ids[len(token_ids) - most + num_leading :]]
-
-
-async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...]:
-    """The keys of the prompt's full blocks; those of a long prompt are computed in a thread."""
-    chain = BlockKeyChain(model.namespace, model.block_size, cache_salt=spec.cache_salt)
-    token_ids = spec.prompt_token_ids
-    return tuple(await _in_thread_if_long(token_ids, partial(chain.extend, token_ids)))

@@ -138,12 +138,6 @@ class Tokenizer:
                 sequences.append(tuple(spaced))
         return tuple(sequences)
 
-    async def encode_bad_words_async(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Like `encode_bad_words`; many words are encoded off the event loop."""
-        if sum(map(len, words)) <= MAX_INLINE_LENGTH:
-            return self.encode_bad_words(words)
-        return await asyncio.to_thread(self.encode_bad_words, words)
-
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` writes anything for this id; unknown ids have no text."""
         if skip_special_tokens and token_id in self.special_token_ids:

@@ -154,7 +154,7 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
         PromptTooLongError: names the prompt's length and the limit.
     """
     if num_prompt_tokens == 0:
-        raise InvalidArgumentError("prompt has no tokens; it must have at least 1")
+        raise InvalidArgumentError("prompt is empty; it must have at least 1 token")
     for limit, what in (
         (limits.max_model_len, "the model's context length"),
         (limits.max_pool_tokens, "the tokens that a replica's KV pool holds"),

@@ -65,8 +65,27 @@ class Completion:
                 for index in list(self._running)
             ]
         if outputs and not self._running:
-            self._add_totals(outputs[-1])
+            outputs[-1].usage, outputs[-1].timings = self._usage, self.timings()
         return outputs
+
+    def timings(self) -> Timings:
+        """The time of each stage until now."""
+        record = self._record
+        total_ms = decode_ms = record.ms_since_arrival()
+        first_token_ms = route_ms = 0.0
+        if record.routed_at is not None:
+            route_ms = record.ms_since_arrival(record.routed_at)
+        if record.first_token_at is not None:
+            first_token_ms = record.ms_since_arrival(record.first_token_at)
+            decode_ms -= first_token_ms
+        return replace(
+            self._stages or Timings(),
+            route_ms=route_ms,
+            first_token_ms=first_token_ms,
+            decode_ms=decode_ms,
+            total_ms=total_ms,
+            wait_ms=record.wait_s * 1000,
+        )
 
     def _completed(self, output: CandidateOutput) -> CandidateOutput:
         if output.token_ids:
@@ -109,26 +128,6 @@ class Completion:
                 transfer_ms=known.transfer_ms or stages.transfer_ms,
                 load_ms=known.load_ms or stages.load_ms,
             )
-
-    def _add_totals(self, output: CandidateOutput) -> None:
-        """Adds usage and timings to the last output."""
-        record = self._record
-        total_ms = decode_ms = record.ms_since_arrival()
-        first_token_ms = route_ms = 0.0
-        if record.routed_at is not None:
-            route_ms = record.ms_since_arrival(record.routed_at)
-        if record.first_token_at is not None:
-            first_token_ms = record.ms_since_arrival(record.first_token_at)
-            decode_ms -= first_token_ms
-        output.usage = self._usage
-        output.timings = replace(
-            self._stages or Timings(),
-            route_ms=route_ms,
-            first_token_ms=first_token_ms,
-            decode_ms=decode_ms,
-            total_ms=total_ms,
-            wait_ms=record.wait_s * 1000,
-        )
 
 
 class _Candidate:

@@ -28,7 +28,7 @@ from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.requests.pace import Pace
-from router.requests.request import RoutedRequest, prepare_request
+from router.requests.request import RoutedRequest, SpecMaker, prepare_request
 from router.requests.tokenizer import MAX_INLINE_LENGTH, Tokenizer
 from router.requests.validation import validate_request
 from router.stages.admission import Admission
@@ -230,9 +230,8 @@ class Pipeline:
             model, limits = await self._fleet.wait_for_model(
                 request.priority, deadline, self._config.queue_timeout_s
             )
-        routed = await prepare_request(
-            request, prompt, params, self._tokenizer, model, limits, deadline, record, self._marks
-        )
+        maker = SpecMaker(self._tokenizer, limits, model.eos_token_ids, self._marks)
+        routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
         return routed
 

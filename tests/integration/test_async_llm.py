@@ -143,14 +143,14 @@ async def test_an_aborted_request_ends_with_abort(llm):
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 async def test_an_abort_while_a_text_is_tokenized_ends_the_request(llm, monkeypatch, kind):
     loop, is_making, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    make = llm._requests.make
+    make = llm._model.make_request
 
     def make_later(*arguments, **fields):
         loop.call_soon_threadsafe(is_making.set)
         assert may_go_on.wait(20)
         return make(*arguments, **fields)
 
-    monkeypatch.setattr(llm._requests, "make", make_later)
+    monkeypatch.setattr(llm._model, "make_request", make_later)
     monkeypatch.setattr(async_llm, "MAX_INLINE_LENGTH", 2)
     params = replace(GREEDY, n=2, temperature=1, output_kind=kind)
     reading = asyncio.create_task(results_of(llm.generate("Hello", params, "mine")))

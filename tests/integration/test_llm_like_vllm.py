@@ -105,9 +105,9 @@ def test_chats_are_answered_as_their_prompts(llm):
 
 def test_a_prompt_of_a_template_gets_no_further_special_tokens(llm, monkeypatch):
     asked = []
-    encode = llm._requests._tokenizer.encode
+    encode = llm._model._specs.tokenizer.encode
     monkeypatch.setattr(
-        llm._requests._tokenizer,
+        llm._model._specs.tokenizer,
         "encode",
         lambda text, add_special_tokens=True: asked.append(add_special_tokens) or encode(text),
     )
@@ -123,7 +123,7 @@ def test_bad_chats_are_refused(llm, monkeypatch):
         llm.chat([])
     with pytest.raises(InvalidArgumentError, match="lora_request"):
         llm.chat([TURN], lora_request=object())
-    monkeypatch.setattr(llm._chats, "_chat_template", None)
+    monkeypatch.setattr(llm._model.chats, "_chat_template", None)
     with pytest.raises(FailedPreconditionError, match="has no chat template"):
         llm.chat([TURN])
 

@@ -17,7 +17,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.policy import PrefixIndex
 from router.generation_wire import request_from_proto
 from router.observe.request_record import RequestRecord
-from router.requests.request import prepare_request
+from router.requests.request import SpecMaker, prepare_request
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from tests.support.fake_workers import (
@@ -383,6 +383,6 @@ async def routed_request(fleet):
     deadline = time.monotonic() + 20
     (prompt,) = read.prompts
     record = RequestRecord(request_id="r")
-    return await prepare_request(
-        read, prompt, params, tokenizer(), *fleet.require_model(), deadline, record
-    )
+    model, limits = fleet.require_model()
+    maker = SpecMaker(tokenizer(), limits, model.eos_token_ids)
+    return await prepare_request(read, prompt, params, maker, model, deadline, record)

@@ -4,19 +4,23 @@ The router reads one from each message of a worker. `Completion` adds the text, 
 and the client's protocol is written from it.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.common.request.results import Timings
+from baton.common.request.results import Logprobs, Timings, logprobs_of
 
 __all__ = [
     "NO_DELTA",
     "CandidateOutput",
     "ChatDelta",
+    "JoinedAnswer",
+    "JoinedCandidate",
     "TokenCounts",
     "TokenLogprobs",
     "ToolCallDelta",
+    "logprobs_by_token",
+    "prompt_logprobs_by_token",
     "stated_stop",
 ]
 
@@ -147,6 +151,92 @@ class CandidateOutput:
     timings: Timings | None = None
     prompt_index: int = 0
     delta: ChatDelta = NO_DELTA
+
+
+@dataclass(slots=True)
+class JoinedCandidate:
+    """Outputs of one candidate, joined.
+
+    Attributes:
+        index: its number.
+        token_ids: their tokens.
+        logprobs: the log-probabilities of these, if the request asks for them.
+        texts: their texts, one per output.
+        deltas: the parts of these in a chat.
+        last: the last output; it says whether and why the candidate ended.
+    """
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    deltas: list[ChatDelta] = field(default_factory=list)
+    last: CandidateOutput = field(default_factory=CandidateOutput)
+
+    def add(self, output: CandidateOutput) -> None:
+        """Adds the next output."""
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.texts.append(output.text)
+        self.deltas.append(output.delta)
+        self.last = output
+
+
+class JoinedAnswer:
+    """Outputs of one request, joined.
+
+    Args:
+        num_candidates: candidates that are listed even without an output.
+
+    Attributes:
+        first: the output that has the prompt, if it came.
+        last: the last output; the last of all has usage and timings.
+    """
+
+    def __init__(self, num_candidates: int = 0) -> None:
+        self.first = self.last = CandidateOutput()
+        self._candidates = {index: JoinedCandidate(index) for index in range(num_candidates)}
+
+    @property
+    def candidates(self) -> list[JoinedCandidate]:
+        """The candidates by index."""
+        return [self._candidates[index] for index in sorted(self._candidates)]
+
+    def add(self, output: CandidateOutput) -> None:
+        """Adds the next output."""
+        candidate = self._candidates.get(output.index)
+        if candidate is None:
+            candidate = self._candidates[output.index] = JoinedCandidate(output.index)
+        candidate.add(output)
+        if output.prompt_usage is not None:
+            self.first = output
+        self.last = output
+
+
+def logprobs_by_token(
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs],
+    text_of: Callable[[int], str] | None = None,
+) -> list[Logprobs]:
+    """The public form of the log-probabilities of tokens; `text_of` returns a token's text."""
+    return [
+        logprobs_of(token_id, at.logprob, at.rank, at.top_token_ids, at.top_logprobs, text_of)
+        for token_id, at in zip(token_ids, entries, strict=True)
+    ]
+
+
+def prompt_logprobs_by_token(
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs],
+    text_of: Callable[[int], str] | None = None,
+) -> list[Logprobs | None] | None:
+    """The same for a prompt, whose first token has none. None if the request did not ask for them
+    or ended before they were computed.
+    """
+    later = token_ids[1:]
+    if not token_ids or len(later) != len(entries):
+        return None
+    return [None, *logprobs_by_token(later, entries, text_of)]
 
 
 def stated_stop(stop: str | int | None, stop_token_ids: Collection[int] | None) -> str | int | None:

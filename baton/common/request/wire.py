@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, TypedDict, Unpack
 
 from baton.common.errors import InternalError, InvalidArgumentError
+from baton.common.request.answer import logprobs_by_token, prompt_logprobs_by_token
 from baton.common.request.prompts import ParsedPrompt, Prompt, is_single, parse_prompts
 from baton.common.request.results import (
     CompletionChunk,
@@ -19,7 +20,6 @@ from baton.common.request.results import (
     RequestOutput,
     Timings,
     Usage,
-    logprobs_of,
 )
 from baton.common.request.sampling_params import SamplingParams, stated_params
 from baton.common.request.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
@@ -266,7 +266,9 @@ def parse_output(
         prompt=prompt.text,
         # With `truncate_prompt_tokens`, the server's differ from the caller's.
         prompt_token_ids=list(response.prompt_token_ids) or token_ids,
-        prompt_logprobs=_parse_prompt_logprobs(response),
+        prompt_logprobs=prompt_logprobs_by_token(
+            response.prompt_token_ids, response.prompt_logprobs
+        ),
     )
 
 
@@ -300,7 +302,9 @@ def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionCh
         timings=parse_timings(response.timings) if is_last else None,
         logprobs=_parse_logprobs(response.token_ids, response.logprobs),
         prompt_token_ids=list(response.prompt_token_ids) or None,
-        prompt_logprobs=_parse_prompt_logprobs(response),
+        prompt_logprobs=prompt_logprobs_by_token(
+            response.prompt_token_ids, response.prompt_logprobs
+        ),
         prompt_index=response.prompt_index,
     )
 
@@ -321,26 +325,7 @@ def _parse_logprobs(
     token_ids: Sequence[int], messages: Sequence[common_pb2.TokenLogprobs]
 ) -> list[Logprobs] | None:
     """The log-probabilities of tokens; None if the request did not ask for them."""
-    if not messages:
-        return None
-    return [
-        logprobs_of(
-            token_id, message.logprob, message.rank, message.top_token_ids, message.top_logprobs
-        )
-        for token_id, message in zip(token_ids, messages, strict=True)
-    ]
-
-
-def _parse_prompt_logprobs(
-    response: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
-) -> list[Logprobs | None] | None:
-    """The log-probabilities of the prompt's tokens; None for the first token, and None if the
-    request did not ask for them or ended before they were computed.
-    """
-    later = response.prompt_token_ids[1:]
-    if not response.prompt_token_ids or len(later) != len(response.prompt_logprobs):
-        return None
-    return [None, *(_parse_logprobs(later, response.prompt_logprobs) or ())]
+    return logprobs_by_token(token_ids, messages) if messages else None
 
 
 def _parse_stop_reason(stop: common_pb2.MatchedStop) -> str | int | None:

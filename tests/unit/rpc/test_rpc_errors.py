@@ -74,7 +74,7 @@ def test_a_worker_error_keeps_reason_field_and_time_of_retry():
         ("structured_outputs.json is not JSON", "structured_outputs.json"),
         ("tools[0].function.name is empty", "tools[0].function.name"),
         ("extra_args: it has no key", "extra_args"),
-        ("prompts[3]: prompt has no tokens", "prompt"),
+        ("prompts[3]: prompt is empty", "prompt"),
         ("prompts[3].text is empty", "prompts[3].text"),
         ("exactly one of prompt and messages must be set", None),
         ("the chat template refuses the messages", None),

@@ -113,6 +113,14 @@ async def test_candidates_are_merged_separately_and_the_last_output_stays_last(c
     assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
+async def test_an_unknown_finish_reason_is_an_error_that_names_it(connected):
+    stub, connection, _ = connected
+    stream = connection.start(start_command("a"))
+    stub.send(make_output("a", 1, finish_reason=99))
+    with pytest.raises(InternalError, match=r"^finish_reason is 99, which this router does not"):
+        await stream.read()
+
+
 async def test_an_error_is_raised_after_the_tokens_that_came_before_it(connected):
     stub, connection, _ = connected
     stream = connection.start(start_command("a"))

@@ -90,7 +90,7 @@ def test_bugs_are_not_shown(error, caplog):
     [
         ("top_p is 1.5; it must be in (0, 1]", "top_p"),
         ("tools[0].function.name is empty", "tools[0].function.name"),
-        ("prompts[3]: prompt has no tokens; it must have at least 1", "prompt"),
+        ("prompts[3]: prompt is empty; it must have at least 1 token", "prompt"),
         ("text is empty; the prompt must have at least 1 token", "prompt"),
         ("prompts[1].token_ids is empty; the prompt must have at least 1 token", "prompt"),
         ("the chat template refuses the messages: no", None),

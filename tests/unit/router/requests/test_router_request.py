@@ -1,5 +1,6 @@
 """`prepare_request` and `tokenize_prompt`: specs of client requests, prompts that are too long."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,8 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generation_pb2, worker_pb2
 from router.fleet.served_model import RequestLimits, ServedModel
 from router.observe.request_record import RequestRecord
-from router.requests.request import prepare_request, tokenize_prompt
+from router.requests.request import SpecMaker, prepare_request, tokenize_prompt
+from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_RETURNED_LOGPROBS, check_logprobs
 from rpc.channels import MAX_MESSAGE_BYTES
 from tests.support.running_router import tokenizer
@@ -191,9 +193,8 @@ async def prepare(params, num_tokens=5, limits=LIMITS, num_prompts=1, *, states_
     )
     deadline = time.monotonic() + 10
     record = RequestRecord(request_id="r")
-    routed = await prepare_request(
-        request, prompt, params, tokenizer(), MODEL, limits, deadline, record
-    )
+    maker = SpecMaker(tokenizer(), limits, MODEL.eos_token_ids)
+    routed = await prepare_request(request, prompt, params, maker, MODEL, deadline, record)
     assert routed.spec.deadline == deadline
     return routed
 
@@ -223,9 +224,8 @@ async def test_missing_parameters_are_filled_in():
 async def prepare_text(params, marks=None):
     request = GenerationRequest(prompts=["ab"])
     deadline = time.monotonic() + 9
-    return await prepare_request(
-        request, "ab", params, tokenizer(), MODEL, LIMITS, deadline, RequestRecord(), marks
-    )
+    maker = SpecMaker(tokenizer(), LIMITS, MODEL.eos_token_ids, marks)
+    return await prepare_request(request, "ab", params, maker, MODEL, deadline, RequestRecord())
 
 
 async def test_a_prediction_becomes_tokens_without_special_ones():
@@ -283,3 +283,20 @@ async def test_marks_that_the_model_has_no_logits_for_are_refused():
     marks = ReasoningMarks(start_token_ids=(5,), end_token_ids=(1000,))
     with pytest.raises(FailedPreconditionError, match="have the token 1000, which the model"):
         await prepare_text(params, marks)
+
+
+@pytest.mark.parametrize("params", [{"bad_words": ["dog" * 20] * 100}, {"prediction": "a" * 5000}])
+async def test_long_texts_of_parameters_are_encoded_in_a_thread(params, monkeypatch):
+    threads = []
+    encode = Tokenizer._encode_batch
+    monkeypatch.setattr(
+        Tokenizer,
+        "_encode_batch",
+        lambda *args: threads.append(threading.current_thread()) or encode(*args),
+    )
+    await prepare(SamplingParams(bad_words=["dog"], prediction="a"), limits=LARGE)
+    assert set(threads) == {threading.current_thread()}
+    threads.clear()
+    await prepare(SamplingParams(**params), limits=LARGE)
+    assert threads
+    assert threading.current_thread() not in threads

@@ -228,23 +228,6 @@ def test_bad_words_without_tokens_are_refused(folder):
         Tokenizer.load(folder).encode_bad_words(["dog", "  "])
 
 
-async def test_many_bad_words_are_encoded_in_a_thread(tmp_path, monkeypatch):
-    tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
-    threads = []
-    encode = tokenizer.encode_bad_words
-    monkeypatch.setattr(
-        tokenizer,
-        "encode_bad_words",
-        lambda words: threads.append(threading.current_thread()) or encode(words),
-    )
-    assert await tokenizer.encode_bad_words_async(["dog"]) == encode(["dog"])
-    assert threads == [threading.current_thread()]
-    threads.clear()
-    words = ["dog" * 20] * 100
-    assert len(await tokenizer.encode_bad_words_async(words)) == 100
-    assert threading.current_thread() not in threads
-
-
 def test_bad_words_are_encoded_in_one_call(folder, monkeypatch):
     tokenizer = Tokenizer.load(folder)
     backend = Mock(wraps=tokenizer._backend)
