@@ -1,12 +1,12 @@
 """Command-line flags for `SamplingParams`, and the conversion of parsed flags."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.sampling_params import PARAM_TYPES, SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 
 __all__ = ["add_sampling_args", "sampling_fields_from_args"]
@@ -40,97 +40,79 @@ _file.__name__ = "FILE"
 _OUTPUTS = "structured_outputs"
 """A flag whose `dest` is this, a dot and a name sets that field of `StructuredOutputs`."""
 
-_INTEGER = {"type": int, "metavar": "N"}
-_NUMBER = {"type": float, "metavar": "X"}
-_SWITCH = {"action": argparse.BooleanOptionalAction}
 _TEXTS = {"action": "append", "metavar": "TEXT"}
-_TOKENS = {"action": "append", "type": int, "metavar": "ID"}
 _FILE = {"type": _file, "metavar": "FILE"}
 _ON = {"action": "store_true"}
-_BIASES = {"action": "append", "type": _bias, "metavar": "ID=BIAS"}
-
-_FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("temperature", _NUMBER, "divisor of the logits; 0 is greedy decoding"),
-    ("top-k", _INTEGER, "draw from the k most likely tokens; 0 is all"),
-    ("top-p", _NUMBER, "draw from the most likely tokens up to this total probability"),
-    ("min-p", _NUMBER, "draw from tokens of at least this share of the highest probability"),
-    (
-        "repetition-penalty",
-        _NUMBER,
-        "factor against tokens of the prompt and the output; 1 changes nothing",
-    ),
-    ("presence-penalty", _NUMBER, "subtracted from the logits of tokens in the output"),
-    ("frequency-penalty", _NUMBER, "the same, once for each time that the output has the token"),
-    ("logit-bias", _BIASES, "added to the logit of a token; repeatable"),
-    (
-        "allowed-token-id",
-        {**_TOKENS, "dest": "allowed_token_ids"},
-        "draw only this token; repeatable",
-    ),
-    ("bad-word", {**_TEXTS, "dest": "bad_words"}, "never generate this text; repeatable"),
-    ("seed", _INTEGER, "seed that makes the result repeatable (default: random)"),
-    ("max-tokens", _INTEGER, "maximum number of tokens to generate"),
-    ("min-tokens", _INTEGER, "number of tokens before which the generation does not stop"),
-    ("stop", _TEXTS, "stop before this text; repeatable"),
-    ("stop-token-id", {**_TOKENS, "dest": "stop_token_ids"}, "stop at this token; repeatable"),
-    ("include-stop-str-in-output", _SWITCH, "print the stop text too"),
-    ("ignore-eos", _SWITCH, "continue after the model's end-of-sequence token"),
-    ("n", _INTEGER, "number of candidates to return"),
-    (
-        "best-of",
-        _INTEGER,
-        "number of candidates to generate; the n most likely ones are returned",
-    ),
-    ("beam-width", _INTEGER, "number of beams of a beam search (default: no beam search)"),
-    ("length-penalty", _NUMBER, "beam search: values above 0 prefer long texts"),
-    (
-        "early-stopping",
-        {"choices": _EARLY_STOPPING},
-        "when beam search ends: with the first finished texts (true), when a better one is "
-        "unlikely (false) or impossible (never) (default: false)",
-    ),
-    ("logprobs", _INTEGER, "log-probabilities of the tokens, and of the N likeliest at each place"),
-    ("prompt-logprobs", _INTEGER, "the same for the tokens of the prompt"),
-    (
-        "truncate-prompt-tokens",
-        _INTEGER,
-        "keep only the last N tokens of the prompt; -1 keeps as many as fit",
-    ),
-    (
-        "json-schema",
-        {**_FILE, "dest": f"{_OUTPUTS}.json"},
-        "JSON that the schema in this file accepts",
-    ),
-    ("json-object", {**_ON, "dest": f"{_OUTPUTS}.json_object"}, "any JSON object"),
-    (
-        "regex",
-        {"metavar": "REGEX", "dest": f"{_OUTPUTS}.regex"},
-        "a text that this regular expression matches",
-    ),
-    ("choice", {**_TEXTS, "dest": f"{_OUTPUTS}.choice"}, "one of these texts; repeatable"),
-    (
-        "grammar",
-        {**_FILE, "dest": f"{_OUTPUTS}.grammar"},
-        "a text of the grammar in this file, in Lark or GBNF",
-    ),
-    (
-        "structural-tag",
-        {**_FILE, "dest": f"{_OUTPUTS}.structural_tag"},
-        "a text whose parts have the forms that the JSON in this file states",
-    ),
-    (
-        "disable-any-whitespace",
-        {**_ON, "dest": f"{_OUTPUTS}.disable_any_whitespace"},
-        "JSON without whitespace between its tokens",
-    ),
-    ("thinking-token-budget", _INTEGER, "maximum number of tokens of the reasoning part"),
-    ("extra-args", {"metavar": "JSON"}, "a JSON object with values for logits processors"),
-    ("prediction", _FILE, "the text of this file will probably be repeated; speeds up drafting"),
-    ("skip-special-tokens", _SWITCH, "leave special tokens out of the text"),
-    ("spaces-between-special-tokens", _SWITCH, "keep spaces between special tokens"),
-    ("detokenize", _SWITCH, "print text, not only the counts of tokens"),
-)
-"""Per field of `SamplingParams`: its flag, the flag's options, its help."""
+_OPTIONS: Mapping[Any, dict[str, Any]] = {
+    float | None: {"type": float, "metavar": "X"},
+    int | None: {"type": int, "metavar": "N"},
+    bool | None: {"action": argparse.BooleanOptionalAction},
+    Sequence[int] | None: {"action": "append", "type": int, "metavar": "ID"},
+    Sequence[str] | None: _TEXTS,
+}
+"""Options of a flag by the type of its field of `SamplingParams`."""
+_OTHER_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "logit-bias": {"action": "append", "type": _bias, "metavar": "ID=BIAS"},
+    "early-stopping": {"choices": _EARLY_STOPPING},
+    "json-schema": {**_FILE, "dest": f"{_OUTPUTS}.json"},
+    "json-object": {**_ON, "dest": f"{_OUTPUTS}.json_object"},
+    "regex": {"metavar": "REGEX", "dest": f"{_OUTPUTS}.regex"},
+    "choice": {**_TEXTS, "dest": f"{_OUTPUTS}.choice"},
+    "grammar": {**_FILE, "dest": f"{_OUTPUTS}.grammar"},
+    "structural-tag": {**_FILE, "dest": f"{_OUTPUTS}.structural_tag"},
+    "disable-any-whitespace": {**_ON, "dest": f"{_OUTPUTS}.disable_any_whitespace"},
+    "extra-args": {"metavar": "JSON"},
+    "prediction": _FILE,
+}
+"""Options of the other flags."""
+_ENTRIES = {
+    "allowed-token-id": "allowed_token_ids",
+    "bad-word": "bad_words",
+    "stop-token-id": "stop_token_ids",
+}
+"""Flags that state one entry of a field, with that field."""
+_HELP = {
+    "temperature": "divisor of the logits; 0 is greedy decoding",
+    "top-k": "draw from the k most likely tokens; 0 is all",
+    "top-p": "draw from the most likely tokens up to this total probability",
+    "min-p": "draw from tokens of at least this share of the highest probability",
+    "repetition-penalty": "factor against tokens of the prompt and the output; 1 changes nothing",
+    "presence-penalty": "subtracted from the logits of tokens in the output",
+    "frequency-penalty": "the same, once for each time that the output has the token",
+    "logit-bias": "added to the logit of a token; repeatable",
+    "allowed-token-id": "draw only this token; repeatable",
+    "bad-word": "never generate this text; repeatable",
+    "seed": "seed that makes the result repeatable (default: random)",
+    "max-tokens": "maximum number of tokens to generate",
+    "min-tokens": "number of tokens before which the generation does not stop",
+    "stop": "stop before this text; repeatable",
+    "stop-token-id": "stop at this token; repeatable",
+    "include-stop-str-in-output": "print the stop text too",
+    "ignore-eos": "continue after the model's end-of-sequence token",
+    "n": "number of candidates to return",
+    "best-of": "number of candidates to generate; the n most likely ones are returned",
+    "beam-width": "number of beams of a beam search (default: no beam search)",
+    "length-penalty": "beam search: values above 0 prefer long texts",
+    "early-stopping": "when beam search ends: with the first finished texts (true), when a better "
+    "one is unlikely (false) or impossible (never) (default: false)",
+    "logprobs": "log-probabilities of the tokens, and of the N likeliest at each place",
+    "prompt-logprobs": "the same for the tokens of the prompt",
+    "truncate-prompt-tokens": "keep only the last N tokens of the prompt; -1 keeps as many as fit",
+    "json-schema": "JSON that the schema in this file accepts",
+    "json-object": "any JSON object",
+    "regex": "a text that this regular expression matches",
+    "choice": "one of these texts; repeatable",
+    "grammar": "a text of the grammar in this file, in Lark or GBNF",
+    "structural-tag": "a text whose parts have the forms that the JSON in this file states",
+    "disable-any-whitespace": "JSON without whitespace between its tokens",
+    "thinking-token-budget": "maximum number of tokens of the reasoning part",
+    "extra-args": "a JSON object with values for logits processors",
+    "prediction": "the text of this file will probably be repeated; speeds up drafting",
+    "skip-special-tokens": "leave special tokens out of the text",
+    "spaces-between-special-tokens": "keep spaces between special tokens",
+    "detokenize": "print text, not only the counts of tokens",
+}
+"""The flags, in their order, with their help."""
 
 
 def add_sampling_args(
@@ -146,10 +128,10 @@ def add_sampling_args(
         max_tokens: default of `--max-tokens`; None leaves it to the server.
     """
     group = parser.add_argument_group("sampling")
-    for flag, given_options, text in _FLAGS:
+    for flag, text in _HELP.items():
         if flag in omit:
             continue
-        options = {"default": argparse.SUPPRESS, **given_options}
+        options = {"default": argparse.SUPPRESS, **_options_of(flag)}
         if flag == "max-tokens":
             options |= {} if max_tokens is None else {"default": max_tokens}
             default: Any = max_tokens or "the server decides"
@@ -157,6 +139,13 @@ def add_sampling_args(
             default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
         note = "" if default in (None, (), "") or "(default" in text else f" (default: {default})"
         group.add_argument(f"--{flag}", **options, help=text + note)
+
+
+def _options_of(flag: str) -> dict[str, Any]:
+    if flag in _OTHER_OPTIONS:
+        return _OTHER_OPTIONS[flag]
+    field = _ENTRIES.get(flag, flag.replace("-", "_"))
+    return {"dest": field, **_OPTIONS[PARAM_TYPES[field]]}
 
 
 def sampling_fields_from_args(args: argparse.Namespace) -> dict[str, Any]:

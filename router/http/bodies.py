@@ -7,7 +7,7 @@ refused at its first wrong element, objects have few fields, or fields of any ki
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -19,11 +19,13 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.sampling_params import PARAM_TYPES
 
 __all__ = [
     "Array",
@@ -124,6 +126,20 @@ _IGNORED = frozenset(
 """Names of OpenAI's and Anthropic's APIs that change no answer here."""
 
 
+_JSON_TYPES: Mapping[Any, Any] = {
+    float | None: float | None,
+    int | None: Integer | None,
+    bool | None: bool | None,
+    Sequence[int] | None: Integers | None,
+    Sequence[str] | None: Array[str] | None,
+}
+"""Types in bodies by those of the fields of `SamplingParams`."""
+_OTHER_FORMS = frozenset(
+    {"beam_width", "logprobs", "detokenize", "extra_args", "prediction", "output_kind"}
+)
+"""Fields of `SamplingParams` that bodies state in other ways, or not at all."""
+
+
 class Body(BaseModel):
     """A body of a request, with few fields."""
 
@@ -133,6 +149,9 @@ class Body(BaseModel):
     @classmethod
     def _refuse_many_fields(cls, fields: Any) -> Any:
         return _refuse_many(fields)
+
+
+_Body = TypeVar("_Body", bound=Body)
 
 
 class StreamOptions(Body):
@@ -147,8 +166,25 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+def _with_sampling_params(body: type[_Body]) -> type[_Body]:
+    """Adds to a body the fields of `SamplingParams` that it does not declare itself."""
+    added: dict[str, Any] = {
+        name: (_JSON_TYPES[kind], None)
+        for name, kind in PARAM_TYPES.items()
+        if name not in body.model_fields and name not in _OTHER_FORMS
+    }
+    return create_model(
+        body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added
+    )
+
+
+@_with_sampling_params
 class SamplingBody(Body):
-    """The sampling parameters of a body; docs/sampling.md describes them."""
+    """The sampling parameters of a body; docs/sampling.md describes them.
+
+    Declared here are those that code reads by name or that have other types than in
+    `SamplingParams`. A body has its other fields, too, whose values `router.http.params` takes.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -157,31 +193,16 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
     n: Integer | None = None
-    best_of: Integer | None = None
-    seed: Integer | None = None
     stop: str | Array[str] | None = None
     stop_token_ids: Integers | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Integer | None = None
     max_tokens: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, FewEntries] = None
-    allowed_token_ids: Integers | None = None
-    bad_words: Array[str] | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Integer | None = None
     prompt_logprobs: Integer | None = None
     add_special_tokens: bool | None = None
-    thinking_token_budget: Integer | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
     early_stopping: bool | str | None = None
     response_format: JsonObject | None = None
     structured_outputs: JsonObject | None = None

@@ -6,37 +6,18 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.common.errors import DeadlineExceededError, InvalidArgumentError
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 from router.http.bodies import Array, JsonObject, SamplingBody, refuse_lacking
 from rpc.logs import CURRENT_CALL
 
 __all__ = ["AnswerBody", "request_id_of", "sampling_of", "stated_fields", "timeout_of"]
 
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "best_of",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "max_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "thinking_token_budget",
+_OF_BEAMS = ("length_penalty", "early_stopping")
+_SAME_NAMES = tuple(
+    name
+    for name in SamplingParams.__slots__
+    if name in SamplingBody.model_fields and name not in (*_OF_BEAMS, "structured_outputs")
 )
 _TIMEOUT_HEADER = "x-request-timeout-s"
 _GUIDED = {
@@ -58,7 +39,7 @@ def stated_fields(body: SamplingBody) -> dict[str, Any]:
     """
     refuse_lacking(body)
     stated = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
-    if body.seed is not None and body.seed < 0:
+    if stated.get("seed", 0) < 0:
         stated |= _seed_from_signed(stated.pop("seed"))
     if body.vllm_xargs is not None:
         stated["extra_args"] = body.vllm_xargs
@@ -79,8 +60,8 @@ def _seed_from_signed(seed: int) -> dict[str, int]:
 
 def _beam_search(body: SamplingBody, stated: dict[str, Any]) -> dict[str, Any]:
     """The fields of a beam search, whose width is the number of candidates, as in vLLM."""
-    fields = {"beam_width": stated.pop("best_of", None) or body.n or 1}
-    for name in ("length_penalty", "early_stopping"):
+    fields = {"beam_width": stated.pop("best_of", None) or stated.get("n") or 1}
+    for name in _OF_BEAMS:
         value = getattr(body, name)
         if value is not None:
             fields[name] = value

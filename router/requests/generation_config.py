@@ -5,21 +5,14 @@ from typing import Any
 from baton.common.errors import ConfigurationError, InvalidArgumentError
 from baton.common.model_files.files import open_model_files
 from baton.common.model_files.named_models import RECOMMENDED_PARAMS
-from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.sampling_params import MODEL_DEFAULTS, PARAM_TYPES, SamplingParams
 from router.config.router import GENERATION_CONFIGS
 
 __all__ = ["load_default_params"]
 
 _FILE = "generation_config.json"
-_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""The entries of the file that are used, as in vLLM, with their fields of `SamplingParams`."""
+_OTHER_NAMES = {"max_tokens": "max_new_tokens"}
+"""Names of the file's entries that are not those of the fields of `SamplingParams`."""
 _FILE_ERRORS = (
     InvalidArgumentError,
     OverflowError,
@@ -27,7 +20,6 @@ _FILE_ERRORS = (
     TypeError,
     ValueError,
 )
-_INTEGERS = ("top_k", "max_tokens")
 
 
 def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
@@ -55,7 +47,8 @@ def load_default_params(model: str, generation_config: str) -> dict[str, Any]:
     defaults = {}
     try:
         stated = {**RECOMMENDED_PARAMS.get(model, {}), **files.read_json(_FILE)}
-        for entry, field in _FIELDS.items():
+        for field in MODEL_DEFAULTS:
+            entry = _OTHER_NAMES.get(field, field)
             if stated.get(entry) is not None:
                 defaults[field] = _checked(field, stated[entry])
     except _FILE_ERRORS as error:
@@ -76,7 +69,7 @@ def _checked(field: str, value: Any) -> Any:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidArgumentError.for_field(field, value, "a number")
-    if field in _INTEGERS:
+    if PARAM_TYPES[field] == int | None:
         if int(value) != value:
             raise InvalidArgumentError.for_field(field, value, "an integer")
         value = int(value)

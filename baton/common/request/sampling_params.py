@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
@@ -33,6 +33,8 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_STOPS",
     "MAX_STOP_BYTES",
+    "MODEL_DEFAULTS",
+    "PARAM_TYPES",
     "RequestOutputKind",
     "SamplingParams",
     "over_defaults",
@@ -229,6 +231,13 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @property
+    def log_min_p(self) -> float:
+        """The logarithm of `min_p`, -inf for 0. Devices compare with it and take none themselves,
+        as they may round it differently.
+        """
+        return math.log(self.min_p) if self.min_p > 0 else -math.inf
+
+    @property
     def is_ranked(self) -> bool:
         """Whether candidates are ranked: the `n` best are returned once all have ended."""
         return self.beam_width is not None or self.n < self.num_candidates
@@ -325,17 +334,22 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("truncate_prompt_tokens", truncated, limit)
 
 
+PARAM_TYPES: Mapping[str, Any] = {
+    name: kind | None for name, kind in get_type_hints(SamplingParams).items()
+}
+"""The type of each field's values, among which None is for all. Flags of the command line and
+fields of HTTP bodies are made of it."""
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""The fields whose defaults a checkpoint may state, as in vLLM."""
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _INSTEAD_OF_NONE = {name: value for name, value in _DEFAULTS.items() if value is not None}
 _INSTEAD_OF_NONE["max_tokens"] = AS_MANY_AS_FIT
-_INTEGERS = (
-    *("n", "best_of", "beam_width", "top_k", "min_tokens", "max_tokens", "seed"),
-    *("logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+_INTEGERS = tuple(
+    name
+    for name, kind in PARAM_TYPES.items()
+    if kind == int | None and name != "thinking_token_budget"  # whose own check refuses True
 )
-_SWITCHES = (
-    *("include_stop_str_in_output", "ignore_eos", "detokenize"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
-)
+_SWITCHES = tuple(name for name, kind in PARAM_TYPES.items() if kind == bool | None)
 _MAX_ENTRIES = {
     "stop": MAX_STOPS,
     "stop_token_ids": MAX_STOPS,

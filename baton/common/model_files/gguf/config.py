@@ -63,14 +63,9 @@ _END_OF_TURN = (
 _CONTROL = 3
 _MAX_LAYERS = 1024  # a malformed file may state billions, for each of which modules are made
 _MAX_INTEGER = 2**31 - 1
-# From `general.sampling.*` to the names of generation_config.json.
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+_SAMPLING = "general.sampling."
+# Keys after `_SAMPLING` whose names in generation_config.json are others.
+_OTHER_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 def config_json(header: GgufHeader) -> dict[str, Any]:
@@ -122,14 +117,14 @@ def generation_config_json(header: GgufHeader) -> dict[str, Any]:
         if kind == _CONTROL and token in _END_OF_TURN
     }
     stated = {
-        name: header.metadata[f"general.sampling.{key}"]
-        for key, name in _SAMPLING.items()
-        if f"general.sampling.{key}" in header.metadata
+        _OTHER_NAMES.get(key, key): value
+        for name, value in header.metadata.items()
+        if (key := name.removeprefix(_SAMPLING)) != name
     }
     return {
+        **stated,
         **_token_ids(header),
         "eos_token_id": sorted(end for end in ends if end is not None),
-        **stated,
     }
 
 
