@@ -29,9 +29,6 @@ _COMMANDS = {
         "benchmarks.kernels_command", "primitives, compared with torch and their limits"
     ),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
-    "constraints": _Command(
-        "benchmarks.constraints_command", "grammars and masks in steps, jump-forward decoding"
-    ),
     "speculation": _Command("benchmarks.speculation_command", "draft tokens, compared with none"),
     "router": _Command(
         "benchmarks.router.command", "requests and streamed tokens in one router process"
@@ -43,7 +40,6 @@ _COMMANDS = {
     "soak": _Command(
         "benchmarks.chaos.soak_command", "memory and descriptors under a long mixed load"
     ),
-    "ranks": _Command("benchmarks.ranks_command", "exchanges between the ranks of one engine"),
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
     ),

@@ -8,7 +8,6 @@ import pytest
 
 from baton.cli import main
 from benchmarks import ceilings
-from benchmarks.models import RANDOM_MODELS
 from benchmarks.offline.offline_engine import OfflineEngine, measure_floors
 from benchmarks.offline.steps import profile_steps
 from benchmarks.request import BenchRequest
@@ -16,13 +15,6 @@ from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.draft_heads import random_heads
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-override", "64")
 
 
@@ -132,27 +124,6 @@ def test_engine_step_reports_the_time_of_each_phase(tmp_path, capsys):
     assert "A decode step" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_constraints_report_the_cost_of_masks_and_what_jumps_save(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(RANDOM_MODELS, "qwen2-0.5b", ("Qwen2", TINY))
-    path = tmp_path / "report.json"
-    sizes = ("--vocab-size", "700", "--batch-size", "1", "3", "--num-steps", "4", "--repeats", "1")
-    jumps = ("--model", str(tiny_checkpoint("llama")), "--jump-batch-size", "2")
-    engine = ("--num-threads", "1", "--max-model-len", "640", "--num-gpu-blocks-override", "96")
-    assert main(["bench", "constraints", *sizes, *jumps, *engine, "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    cases = [(each["batch_size"], each["kind"]) for each in report["masks"]]
-    assert cases == list(product((1, 3), ("plain", "masks", "masks and rules")))
-    for each in report["masks"]:
-        assert 0 < each["commit_ms"] < each["step_ms"]
-        assert 0 < each["execute_ms"] < each["step_ms"]
-        assert each["num_steps"] >= 2
-    (jump,) = report["jump_forward"]
-    assert 0 < jump["num_forced"] < jump["num_tokens"][0]
-    assert jump["num_steps"][0] < jump["num_steps"][1]
-    assert "speed-up" in capsys.readouterr().out
-
-
 def test_speculation_reports_speeds_with_drafts_and_the_cost_of_rows(tmp_path, capsys):
     path = tmp_path / "report.json"
     heads = random_heads("medusa", tiny_checkpoint("llama"), tmp_path / "heads")
@@ -200,7 +171,6 @@ def test_profiling_does_not_change_the_engine(engine):
         ("latency", ("--batch-size", "0"), "--batch-size has 0"),
         ("engine-step", ("--async-scheduling",), "--async-scheduling runs phases side by side"),
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
-        ("constraints", ("--num-steps", "65"), "--num-steps is 65"),
         ("speculation", ("--rounds", "0"), "--rounds is 0"),
     ],
 )
