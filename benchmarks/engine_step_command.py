@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from baton.common.errors import ConfigurationError
-from benchmarks.machine import in_words, name_machine
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import OfflineCase, make_cases
 from benchmarks.output import (
@@ -15,7 +14,7 @@ from benchmarks.output import (
     add_numbers,
     add_output_args,
     check_output_args,
-    flags_of,
+    report_of_run,
     write_report,
     write_results,
 )
@@ -72,21 +71,16 @@ def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
             for seed in (1, 2):  # the runner records prompts of a size when the size is repeated
                 engine.run(warm_up.requests(vocab_size, seed))
             profiles += profile_steps(engine, case.requests(vocab_size, seed=0))
-    machine = name_machine()
-    write_report(
-        Report(
-            title=f"Steps of {config.model_name}",
-            facts={"machine": in_words(machine), "prompts": f"{args.input_len[0]} tokens"},
-            tables=[_table(kind, profiles) for kind in _kinds(profiles)],
-            panels=[_panel(kind, profiles) for kind in _kinds(profiles)],
-            results={
-                "machine": machine,
-                "flags": flags_of(args),
-                "profiles": [asdict(profile) for profile in profiles],
-            },
-        ),
+    kinds = sorted({profile.kind for profile in profiles})  # decoding first
+    report = report_of_run(
         args,
+        f"Steps of {config.model_name}",
+        [_table(kind, profiles) for kind in kinds],
+        facts={"prompts": f"{args.input_len[0]} tokens"},
+        panels=[_panel(kind, profiles) for kind in kinds],
+        profiles=[asdict(profile) for profile in profiles],
     )
+    write_report(report, args)
 
 
 def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
@@ -136,22 +130,13 @@ def _device_report(
         for step in steps
     ]
     columns = ("", "sequences", "context", "us", "floor, us", "x floor", "device idle")
-    return Report(
-        title=f"Steps of {config.model_name}",
-        facts={"machine": in_words(machine)},
-        tables=[Table("Steps", columns, rows, "; ".join(["Medians.", *failed]))],
-        panels=[],
-        results={
-            "machine": machine,
-            "flags": flags_of(args),
-            "steps": [asdict(step) for step in steps],
-        },
+    return report_of_run(
+        args,
+        f"Steps of {config.model_name}",
+        [Table("Steps", columns, rows, "; ".join(["Medians.", *failed]))],
+        machine=machine,
+        steps=[asdict(step) for step in steps],
     )
-
-
-def _kinds(profiles: Iterable["StepProfile"]) -> list[str]:
-    """Returns the kinds of steps, decoding first."""
-    return sorted({profile.kind for profile in profiles})
 
 
 def _of_kind(kind: str, profiles: Iterable["StepProfile"]) -> list["StepProfile"]:

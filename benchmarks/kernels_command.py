@@ -18,13 +18,13 @@ from benchmarks.kernels.measure import (
     measure,
 )
 from benchmarks.kernels.timing import cache_bytes_of
-from benchmarks.machine import describe_machine, in_words, with_best_ceilings
+from benchmarks.machine import describe_machine, with_best_ceilings
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import (
     add_output_args,
     check_output_args,
-    flags_of,
+    report_of_run,
     write_report,
     write_results,
 )
@@ -118,22 +118,15 @@ def _report(
 
     ceilings, selection = Ceilings.of_machine(machine, args.dtype), select()
     kernels = "Triton" if args.device == "cuda" else f"{selection.variant}: {selection.reason}"
-    return Report(
-        title=f"Kernels on shapes of {args.model}, {args.dtype}",
-        facts={
-            "machine": in_words(machine),
-            "kernels": kernels,
-            "threads": str(num_threads),
-        },
-        tables=make_tables(outcomes, ceilings),
-        panels=[],
-        results={
-            "machine": machine,
-            "kernels": "Triton" if args.device == "cuda" else selection.variant,
-            "num_threads": num_threads,
-            "flags": flags_of(args),
-            "outcomes": [to_plain(outcome, ceilings) for outcome in outcomes],
-        },
+    return report_of_run(
+        args,
+        f"Kernels on shapes of {args.model}, {args.dtype}",
+        make_tables(outcomes, ceilings),
+        machine=machine,
+        facts={"kernels": kernels, "threads": str(num_threads)},
+        kernels="Triton" if args.device == "cuda" else selection.variant,
+        num_threads=num_threads,
+        outcomes=[to_plain(outcome, ceilings) for outcome in outcomes],
     )
 
 

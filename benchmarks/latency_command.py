@@ -8,7 +8,6 @@ from typing import Any
 from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
-from benchmarks.machine import in_words
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import (
     CaseResult,
@@ -23,10 +22,10 @@ from benchmarks.output import (
     add_numbers,
     add_output_args,
     check_output_args,
-    flags_of,
+    report_of_run,
     write_report,
 )
-from benchmarks.report import Panel, Report, Series, Table
+from benchmarks.report import Panel, Series, Table
 
 __all__ = ["add_args", "main"]
 
@@ -62,28 +61,23 @@ def main(args: argparse.Namespace) -> None:
         floors = measure_floors(config)
     results = [summarize(case, runs[case], floors.shape, floors.ceilings) for case in cases]
     facts = {
-        "machine": in_words(floors.machine),
         "type": floors.dtype,
         "type of KV": engine.core.info.layout.dtype,
         "load and warm up, s": f"{engine.start_up_s:.2f}",
         "peak memory, MiB": f"{peak_bytes / 2**20:,.0f}",
     }
-    write_report(
-        Report(
-            title=f"Latency of {config.model_name}",
-            facts=facts,
-            tables=[_table(results)],
-            panels=_panels(results),
-            results={
-                "machine": floors.machine,
-                "flags": flags_of(args),
-                "start_up_s": engine.start_up_s,
-                "peak_memory_bytes": peak_bytes,
-                "cases": [asdict(result) for result in results],
-            },
-        ),
+    report = report_of_run(
         args,
+        f"Latency of {config.model_name}",
+        [_table(results)],
+        machine=floors.machine,
+        facts=facts,
+        panels=_panels(results),
+        start_up_s=engine.start_up_s,
+        peak_memory_bytes=peak_bytes,
+        cases=[asdict(result) for result in results],
     )
+    write_report(report, args)
 
 
 def _run_cases(

@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton.common.errors import ConfigurationError
-from benchmarks.report import Report, format_report
+from benchmarks.machine import in_words, name_machine
+from benchmarks.report import Panel, Report, Table, format_report
 
 __all__ = [
     "add_number",
@@ -16,6 +18,7 @@ __all__ = [
     "add_output_args",
     "check_output_args",
     "flags_of",
+    "report_of_run",
     "write_line",
     "write_report",
     "write_results",
@@ -63,6 +66,37 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
         from benchmarks.figures import panel_svg, render_page
 
         args.html.write_text(render_page(report, [panel_svg(panel) for panel in report.panels]))
+
+
+def report_of_run(
+    args: argparse.Namespace,
+    title: str,
+    tables: Sequence[Table],
+    *,
+    machine: Mapping[str, Any] | None = None,
+    facts: Mapping[str, str] = MappingProxyType({}),
+    panels: Sequence[Panel] = (),
+    **results: Any,
+) -> Report:
+    """Returns the report of a run, with its machine and flags.
+
+    Args:
+        args: the parsed flags.
+        title: the name of the benchmark and of what was measured.
+        tables: the figures, for readers.
+        machine: where it ran; None for this machine's names.
+        facts: the other conditions, for readers.
+        panels: the plots.
+        results: all figures, for programs.
+    """
+    machine = machine or name_machine()
+    return Report(
+        title,
+        {"machine": in_words(machine), **facts},
+        tables,
+        panels,
+        {"machine": machine, "flags": flags_of(args), **results},
+    )
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, object]:

@@ -4,10 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.machine import in_words, name_machine
 from benchmarks.offline.scheduler_steps import measure_step_time
-from benchmarks.output import add_output_args, check_output_args, write_report
-from benchmarks.report import Report, Table
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
+from benchmarks.report import Table
 
 __all__ = ["add_args", "main", "make_tables"]
 
@@ -22,17 +21,8 @@ def main(args: argparse.Namespace) -> None:
     running sequences and contexts, what they grow with, and where the time goes.
     """
     check_output_args(args)
-    machine, result = name_machine(), measure_step_time()
-    write_report(
-        Report(
-            title="Scheduler",
-            facts={"machine": in_words(machine)},
-            tables=make_tables(result),
-            panels=[],
-            results={"machine": machine, "step_time": result},
-        ),
-        args,
-    )
+    result = measure_step_time()
+    write_report(report_of_run(args, "Scheduler", make_tables(result), step_time=result), args)
 
 
 def make_tables(result: dict[str, Any]) -> list[Table]:

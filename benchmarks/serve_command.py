@@ -14,7 +14,6 @@ from baton.common.security.client import ClientTls
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
 from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
-from benchmarks.machine import in_words, name_machine
 from benchmarks.metrics import (
     ServiceLevel,
     add_goodput_arg,
@@ -22,7 +21,7 @@ from benchmarks.metrics import (
     distribution_of,
     parse_service_level,
 )
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Report
 from benchmarks.request import BenchRequest, EndpointDescription, MeasuredRequest
 from benchmarks.targets import opened_target
@@ -138,10 +137,7 @@ def _shown_on(bar: "tqdm[Any]") -> Callable[[MeasuredRequest], None]:
 
 def _make_report(run: _ServeRun, level: ServiceLevel | None, args: argparse.Namespace) -> Report:
     metrics = compute_metrics(run.records, level)
-    machine = name_machine()
     results: dict[str, Any] = {
-        "machine": machine,
-        "flags": flags_of(args),
         "model": run.endpoint.model,
         "workload": run.workload_name,
         "arrivals": asdict(run.arrivals),
@@ -149,12 +145,13 @@ def _make_report(run: _ServeRun, level: ServiceLevel | None, args: argparse.Name
     }
     if args.save_records:
         results["records"] = [asdict(record) for record in run.records]
-    return Report(
-        title=f"{run.endpoint.model} at {args.target}: {run.workload_name}",
-        facts=_facts(run, args) | {"load generator": in_words(machine)},
-        tables=(latency_table(metrics), throughput_table(metrics), *error_tables(metrics)),
+    return report_of_run(
+        args,
+        f"{run.endpoint.model} at {args.target}: {run.workload_name}",
+        (latency_table(metrics), throughput_table(metrics), *error_tables(metrics)),
+        facts=_facts(run, args),
         panels=latency_panels(run.records, level),
-        results=results,
+        **results,
     )
 
 

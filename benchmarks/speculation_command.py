@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
-from benchmarks.machine import in_words, name_machine
 from benchmarks.models import RANDOM_MODELS, resolve_model
 from benchmarks.output import (
     add_number,
     add_numbers,
     add_output_args,
     check_output_args,
-    flags_of,
+    report_of_run,
     write_report,
 )
-from benchmarks.report import Report, Table
+from benchmarks.report import Table
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.speculative_config import DRAFT_MODEL, LOOKUP_METHODS, MODEL_METHODS, SpeculativeConfig
 
@@ -96,25 +95,15 @@ def main(args: argparse.Namespace) -> int:
     with open_engines(config, methods) as engines:
         rows = [time_rows(engines[-1], batch_size) for batch_size in _ROW_BATCH_SIZES]
         comparisons = list(_compare_all(args, engines, prompts))
-    machine = name_machine()
-    write_report(
-        Report(
-            title=f"Speculation on {config.model_name}",
-            facts={
-                "machine": in_words(machine),
-                "prompts": "chats" if prompts.makes_chats else "plain texts",
-            },
-            tables=[_comparisons_table(comparisons), _rows_table(rows)],
-            panels=[],
-            results={
-                "machine": machine,
-                "flags": flags_of(args),
-                "workloads": [asdict(each) for each in comparisons],
-                "rows": [asdict(each) for each in rows],
-            },
-        ),
+    report = report_of_run(
         args,
+        f"Speculation on {config.model_name}",
+        [_comparisons_table(comparisons), _rows_table(rows)],
+        facts={"prompts": "chats" if prompts.makes_chats else "plain texts"},
+        workloads=[asdict(each) for each in comparisons],
+        rows=[asdict(each) for each in rows],
     )
+    write_report(report, args)
     return int(any(each.num_differing for each in comparisons))
 
 

@@ -9,12 +9,11 @@ from tqdm import tqdm
 
 from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
 from benchmarks.load import warm_up_requests
-from benchmarks.machine import in_words
 from benchmarks.metrics import LoadMetrics, compute_metrics
 from benchmarks.model_cost import floor_s
 from benchmarks.models import add_offline_args, offline_config
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
-from benchmarks.report import Report, Table
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
+from benchmarks.report import Table
 from benchmarks.request import BenchRequest, MeasuredRequest, Workload
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
@@ -52,31 +51,21 @@ def main(args: argparse.Namespace) -> int:
         "start_up_s": engine.start_up_s,
         "peak_memory_bytes": peak_bytes,
     }
-    write_report(
-        Report(
-            title=f"Throughput of {config.model_name}: {workload.name}",
-            facts={
-                "machine": in_words(floors.machine),
-                "type": floors.dtype,
-                "type of KV": engine.core.info.layout.dtype,
-            },
-            tables=(
-                throughput_table(metrics),
-                _cost_table(metrics, cost),
-                latency_table(metrics),
-                *error_tables(metrics),
-            ),
-            panels=latency_panels(records, None),
-            results={
-                "machine": floors.machine,
-                "flags": flags_of(args),
-                "workload": workload.name,
-                "metrics": asdict(metrics),
-                **cost,
-            },
-        ),
+    report = report_of_run(
         args,
+        f"Throughput of {config.model_name}: {workload.name}",
+        (
+            *(throughput_table(metrics), _cost_table(metrics, cost), latency_table(metrics)),
+            *error_tables(metrics),
+        ),
+        machine=floors.machine,
+        facts={"type": floors.dtype, "type of KV": engine.core.info.layout.dtype},
+        panels=latency_panels(records, None),
+        workload=workload.name,
+        metrics=asdict(metrics),
+        **cost,
     )
+    write_report(report, args)
     return int(metrics.num_failed == metrics.num_requests)
 
 

@@ -11,10 +11,9 @@ from tqdm import tqdm
 from baton.common.flags.config_flags import flags_of_config
 from benchmarks.arrivals import add_rated_arrival_args
 from benchmarks.load import LoadLimits
-from benchmarks.machine import in_words, name_machine
 from benchmarks.metrics import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.models import add_model_arg, resolve_model
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Panel, Report, Series, Table
 from benchmarks.tune.driver import TuneLoad, engine_of, run_search
 from benchmarks.tune.search import (
@@ -110,22 +109,14 @@ def _make_report(
 ) -> Report:
     ranked = best_points(points)
     command = serve_command(engine, ranked[0].candidate)
-    machine = name_machine()
-    return Report(
-        title=f"Goodput of {engine.model_name} under {level} ms",
-        facts={
-            "machine": in_words(machine),
-            "workload": f"{args.workload}, arrivals {args.arrival}",
-            "use": command,
-        },
-        tables=(_candidates_table(ranked), _curve_table(curve_of(points, ranked[0].candidate))),
+    return report_of_run(
+        args,
+        f"Goodput of {engine.model_name} under {level} ms",
+        (_candidates_table(ranked), _curve_table(curve_of(points, ranked[0].candidate))),
+        facts={"workload": f"{args.workload}, arrivals {args.arrival}", "use": command},
         panels=_panels(points, ranked, level),
-        results={
-            "machine": machine,
-            "flags": flags_of(args),
-            "command": command,
-            "points": [asdict(point) for point in points],
-        },
+        command=command,
+        points=[asdict(point) for point in points],
     )
 
 

@@ -15,8 +15,7 @@ from benchmarks.chaos.cluster import (
     shared_files,
 )
 from benchmarks.chaos.mixed_load import KINDS, MixedLoad
-from benchmarks.machine import in_words, name_machine
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Panel, Report, Series, Table
 
 __all__ = ["Growth", "add_args", "main"]
@@ -137,17 +136,16 @@ def _report(
     ]
     if load.errors:
         tables.append(Table("errors", ("", "requests"), load.errors.most_common(8)))
-    machine = name_machine()
-    return Report(
-        title="a mixed load for a long time",
+    return report_of_run(
+        args,
+        "a mixed load for a long time",
+        tables,
         facts={
             "cluster": cluster_in_words(args),
             "model": args.model,
             "load": f"{args.clients} clients for {args.duration_s:g} s, "
             f"{load.counts.total()} requests",
-            "machine": in_words(machine),
         },
-        tables=tables,
         panels=[
             Panel(
                 "resident memory",
@@ -156,20 +154,16 @@ def _report(
                 [Series(name, each.times_s, each.memory_mib) for name, each in growth.items()],
             )
         ],
-        results={
-            "machine": machine,
-            "flags": flags_of(args),
-            "counts": [[*key, count] for key, count in load.counts.items()],
-            "errors": dict(load.errors),
-            "left": left,
-            "used": {
-                name: {
-                    "time_s": each.times_s,
-                    "mib": each.memory_mib,
-                    "fds": each.descriptors,
-                    "threads": each.threads,
-                }
-                for name, each in growth.items()
-            },
+        counts=[[*key, count] for key, count in load.counts.items()],
+        errors=dict(load.errors),
+        left=left,
+        used={
+            name: {
+                "time_s": each.times_s,
+                "mib": each.memory_mib,
+                "fds": each.descriptors,
+                "threads": each.threads,
+            }
+            for name, each in growth.items()
         },
     )

@@ -17,8 +17,7 @@ from typing import Any
 
 from baton.common.errors import InternalError
 from baton.common.model_files.named_models import demo_model_path
-from benchmarks.machine import in_words, name_machine
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Report, Table
 from rpc.probe import wait_until_serving
 
@@ -184,7 +183,6 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _report(args: argparse.Namespace, rows: Sequence[_Row]) -> Report:
-    machine = name_machine()
     columns = (
         *("server", "load", "tokens/s", "tokens per message", "CPU us per token"),
         *("tokens per CPU second", "first token beside it, ms"),
@@ -196,15 +194,5 @@ def _report(args: argparse.Namespace, rows: Sequence[_Row]) -> Report:
         note="The load 'requests' has one token per request: its rows count requests.",
     )
     loads: list[dict[str, Any]] = [asdict(load) for load in _LOADS]
-    return Report(
-        title="Router" + (", smoke test: no figures" if args.smoke else ""),
-        facts={"machine": in_words(machine)},
-        tables=[table],
-        panels=[],
-        results={
-            "machine": machine,
-            "flags": flags_of(args),
-            "loads": loads,
-            "rows": [asdict(row) for row in rows],
-        },
-    )
+    title = "Router" + (", smoke test: no figures" if args.smoke else "")
+    return report_of_run(args, title, [table], loads=loads, rows=[asdict(row) for row in rows])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.common.errors import ConfigurationError
 from baton.common.machine_limits import usable_cores
-from benchmarks.machine import in_words, name_machine
-from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.machine import name_machine
+from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
@@ -142,22 +142,20 @@ def _report(
         shown.append(tables.hidden_table(prompts))
     if any("tokens" in row for row in prompts):
         shown.append(tables.token_table(prompts))
-    facts = {"machine": in_words(machine), "threads of each worker": str(num_threads)}
+    facts = {"threads of each worker": str(num_threads)}
     if missing:
         facts["not measured"] = "; ".join(missing)
-    return Report(
-        title="KV transfers" + (", smoke test: no figures" if args.smoke else ""),
+    return report_of_run(
+        args,
+        "KV transfers" + (", smoke test: no figures" if args.smoke else ""),
+        [*shown, tables.aim_table(judged)],
+        machine=machine,
         facts=facts,
-        tables=[*shown, tables.aim_table(judged)],
-        panels=[],
-        results={
-            "machine": machine,
-            "num_threads": num_threads,
-            "flags": flags_of(args),
-            "not_measured": list(missing),
-            "aims": judged,
-            **rows,
-        },
+        num_threads=num_threads,
+        not_measured=list(missing),
+        aims=judged,
+        moves=moves,
+        prompts=prompts,
     )
 
 
