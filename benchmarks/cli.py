@@ -37,9 +37,6 @@ _COMMANDS = {
     "chaos": _Command(
         "benchmarks.chaos.command", "clients while processes are killed, frozen and restarted"
     ),
-    "soak": _Command(
-        "benchmarks.chaos.soak_command", "memory and descriptors under a long mixed load"
-    ),
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
     ),

@@ -3,18 +3,17 @@
 import argparse
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from baton import AsyncClient
 from baton.common.errors import ConfigurationError
+from baton.common.model_files.named_models import NAMED_MODELS
 from benchmarks.chaos.cluster import (
     ChaosCluster,
-    add_cluster_args,
-    check_least,
-    cluster_in_words,
-    cluster_of,
     counting_computed,
+    running_chaos_cluster,
     shared_files,
 )
 from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
@@ -31,10 +30,13 @@ from benchmarks.chaos.requests import (
 from benchmarks.machine import in_words, name_machine
 from benchmarks.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report import Report
+from benchmarks.workloads.kind import refuse_below
+from engine.config import EngineConfig
 
 __all__ = ["add_args", "main"]
 
 _KV_CACHE_BYTES = 256 << 20
+_MAX_MODEL_LEN = 512
 _RELEASE_TIMEOUT_S = 60.0
 _SETTLE_S = 2.0
 
@@ -42,7 +44,18 @@ _SETTLE_S = 2.0
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add = parser.add_argument
-    add_cluster_args(parser, routers=2, prefill=2, decode=3)
+    add("--model", default="demo", metavar="MODEL", help="folder or name (default: demo)")
+    add(
+        "--kv-connector",
+        default="redis://",
+        metavar="URL",
+        help="redis:// starts a Redis server of its own, shm:// makes a store of its own "
+        "(default: redis://)",
+    )
+    add("--routers", type=int, default=2, metavar="N")
+    add("--prefill", type=int, default=2, metavar="N", help="prefill workers")
+    add("--decode", type=int, default=3, metavar="N", help="decode workers")
+    add("--show-logs", action="store_true", help="write the processes' output to stderr")
     add("--num-requests", type=int, default=1000, metavar="N")
     add("--request-rate", type=float, default=4.0, metavar="R", help="requests per second")
     add(
@@ -79,8 +92,9 @@ def main(args: argparse.Namespace) -> int:
     The exit status is 1 if anything was.
     """
     check_output_args(args)
-    positive = ("num_requests", "request_rate", "event_interval_s")
-    check_least(args, not_negative=("rolling", "freeze_s"), positive=positive)
+    refuse_below(1, routers=args.routers, decode=args.decode, num_requests=args.num_requests)
+    refuse_below(1e-3, request_rate=args.request_rate, event_interval_s=args.event_interval_s)
+    refuse_below(0, prefill=args.prefill, rolling=args.rolling, freeze_s=args.freeze_s)
     report, is_good = asyncio.run(_run(args))
     write_report(report, args)
     return int(not is_good)
@@ -88,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> tuple[Report, bool]:
     files_before = shared_files()
-    async with cluster_of(args, _KV_CACHE_BYTES) as cluster, AsyncExitStack() as opened:
+    async with _cluster_of(args) as cluster, AsyncExitStack() as opened:
         clients = [
             await opened.enter_async_context(AsyncClient(router.address))
             for router in cluster.routers
@@ -109,6 +123,25 @@ async def _run(args: argparse.Namespace) -> tuple[Report, bool]:
     facts, results = _facts(args, quiet), {"machine": name_machine(), "flags": flags_of(args)}
     report = make_report(outcome, run.happened, facts, {**results, "resources": resources})
     return report, outcome.is_good
+
+
+def _cluster_of(args: argparse.Namespace) -> AbstractAsyncContextManager[ChaosCluster]:
+    """Returns a context that runs the cluster of parsed flags."""
+    model = NAMED_MODELS[args.model]() if args.model in NAMED_MODELS else Path(args.model)
+    engine = EngineConfig(
+        model=str(model),
+        kv_connector=args.kv_connector,
+        dtype="float32",
+        max_model_len=_MAX_MODEL_LEN,
+        kv_cache_memory_bytes=_KV_CACHE_BYTES,
+    )
+    return running_chaos_cluster(
+        engine,
+        num_routers=args.routers,
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        log=args.show_logs,
+    )
 
 
 def _schedule(args: argparse.Namespace, cluster: ChaosCluster) -> list[Event]:
@@ -213,7 +246,8 @@ def _facts(args: argparse.Namespace, quiet: Sequence[Record]) -> Mapping[str, st
         events = " or ".join(args.event or ("kill", "freeze"))
     most = max(record.longest_gap_s for record in quiet)
     return {
-        "cluster": cluster_in_words(args),
+        "cluster": f"{args.routers} routers, {args.prefill} prefill, {args.decode} decode, "
+        f"{args.kv_connector}",
         "model": args.model,
         "requests": f"{args.num_requests} at {args.request_rate:g} per second",
         "events": f"{events}, one every {args.event_interval_s:g} s",

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from baton.common.errors import InternalError, UnavailableError
 from baton.common.request.results import CompletionChunk
 from benchmarks.chaos.cluster import ComputedTokens
-from benchmarks.chaos.mixed_load import MixedLoad
 from benchmarks.chaos.outcome import ChaosOutcome, judge, make_report
 from benchmarks.chaos.requests import (
     KINDS,
@@ -18,7 +17,6 @@ from benchmarks.chaos.requests import (
     make_schedule,
     send_all,
 )
-from benchmarks.chaos.soak_command import Growth
 from benchmarks.report import format_report
 
 TARGETS = ("router-0", "prefill-0", "decode-0")
@@ -146,35 +144,3 @@ def test_a_run_without_a_fault_is_good():
     outcome = ChaosOutcome([record()], ["right"], 1.0, [], [])
     assert outcome.is_good
     assert "nothing" in format_report(make_report(outcome, [], {}, {}))
-
-
-def test_a_soak_compares_equal_requests_with_each_other():
-    load = MixedLoad((), vocab_size=100, seed=0)
-    assert load.prompt(3) == load.prompt(3) != load.prompt(4)
-    greedy = list(range(48))
-    assert load.judge("cancel", 3, {0: greedy[:2]}) == "left"
-    assert load.judge("greedy", 3, {0: greedy}) == "right"
-    assert load.judge("whole", 3, {0: greedy[:24]}) == "right"
-    assert load.judge("disconnect", 3, {0: [0, 9]}) == "wrong"
-    assert load.judge("seeded", 3, {0: greedy[::-1]}) == "right"
-    three = {index: [index] * 32 for index in range(3)}
-    assert load.judge("several", 3, three) == "right"
-    assert load.judge("several", 3, three | {1: [7] * 32}) == "wrong"
-    assert load.judge("deadline", 3, {}) == "left"
-    assert load.judge("beams", 3, {0: [1, 2]}) == "right"
-
-
-@pytest.mark.parametrize(
-    ("kind", "tokens"),
-    [("greedy", {0: [1, 2]}), ("whole", {}), ("several", {0: [1] * 32}), ("beams", {})],
-)
-def test_a_soak_notices_tokens_that_are_missing(kind, tokens):
-    load = MixedLoad((), vocab_size=100, seed=0)
-    assert load.judge(kind, 3, tokens) == "missing"
-
-
-def test_growth_is_measured_once_a_process_is_warm():
-    growth = Growth()
-    for i in range(11):
-        growth.add(60.0 * i, (100.0 if i < 3 else 200.0 + 2 * i, 10 + i, 5))
-    assert growth.row() == (206.0, 220.0, 2.0, 13, 20, 5, 5)
