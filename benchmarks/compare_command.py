@@ -16,6 +16,7 @@ from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
 from benchmarks.peers.comparison import compare, summarize
+from benchmarks.workloads.kind import refuse_below
 from engine.config import EngineConfig
 
 __all__ = ["add_args", "main", "print_comparison"]
@@ -67,8 +68,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Measures Baton beside other engines, in turn, on the same weights and token ids."""
-    if args.repeats < 1:
-        raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
+    refuse_below(1, repeats=args.repeats)
     setting = _setting(args)
     report: dict[str, Any] = {
         "machine": name_machine(),

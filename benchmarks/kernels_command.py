@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from baton.common.errors import ConfigurationError
 from benchmarks.kernels.case import DecoderShape, limit_s
 from benchmarks.kernels.measure import (
     PRIMITIVES,
@@ -29,6 +28,7 @@ from benchmarks.output import (
     write_results,
 )
 from benchmarks.report import Cell, Report, Table
+from benchmarks.workloads.kind import refuse_below
 
 __all__ = ["add_args", "main", "make_tables", "to_plain"]
 
@@ -81,8 +81,7 @@ def main(args: argparse.Namespace) -> int:
     is written anew after each figure.
     """
     check_output_args(args)
-    if args.num_threads is not None and args.num_threads < 1:
-        raise ConfigurationError(f"--num-threads is {args.num_threads}; it must be >= 1")
+    refuse_below(1, num_threads=1 if args.num_threads is None else args.num_threads)
     import kernels
 
     num_threads = args.num_threads or kernels.default_num_threads()

@@ -7,7 +7,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from baton.common.errors import ConfigurationError
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import (
     CaseResult,
@@ -26,6 +25,7 @@ from benchmarks.output import (
     write_report,
 )
 from benchmarks.report import Panel, Series, Table
+from benchmarks.workloads.kind import refuse_below
 
 __all__ = ["add_args", "main"]
 
@@ -48,8 +48,7 @@ def main(args: argparse.Namespace) -> None:
     tokens and from token to token, beside what the machine's ceilings allow.
     """
     check_output_args(args)
-    if args.repeats < 1:
-        raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
+    refuse_below(1, repeats=args.repeats)
     cases = make_cases(args.batch_size, args.input_len, args.output_len)
     config = offline_config(args)
 

@@ -18,7 +18,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Measures the steps of the scheduler with a runner that computes nothing: their times by
-    running sequences and contexts, what they grow with, and where the time goes.
+    running sequences and contexts, and what they grow with.
     """
     check_output_args(args)
     result = measure_step_time()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from baton.common.errors import ConfigurationError
 from benchmarks.models import RANDOM_MODELS, resolve_model
 from benchmarks.output import (
     add_number,
@@ -19,6 +18,7 @@ from benchmarks.output import (
     write_report,
 )
 from benchmarks.report import Table
+from benchmarks.workloads.kind import refuse_below
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.speculative_config import DRAFT_MODEL, LOOKUP_METHODS, MODEL_METHODS, SpeculativeConfig
 
@@ -77,13 +77,8 @@ def main(args: argparse.Namespace) -> int:
     All answers must be equal. If some are not, their row has no figures, and the exit status is 1.
     """
     check_output_args(args)
-    for flag, values in (
-        ("batch-size", args.batch_size),
-        ("max-tokens", [args.max_tokens]),
-        ("rounds", [args.rounds]),
-    ):
-        if min(values) < 1:
-            raise ConfigurationError(f"--{flag} is {min(values)}; it must be >= 1")
+    least = min(args.batch_size)
+    refuse_below(1, batch_size=least, max_tokens=args.max_tokens, rounds=args.rounds)
     methods = list(_methods(args))
     config = engine_config_from_args(args, model=resolve_model(args.model))
     config = replace(config, max_num_seqs=max(*args.batch_size, *_ROW_BATCH_SIZES))

@@ -1,12 +1,9 @@
-"""The time of a scheduler's step, what it grows with, and where it is spent.
+"""The time of a scheduler's step, and what it grows with.
 
 Nothing is computed: `NullRunner` returns made-up tokens, so only the scheduler takes time.
 """
 
-import cProfile
 import gc
-import io
-import pstats
 import statistics
 import time
 from collections.abc import Sequence
@@ -53,9 +50,6 @@ churn: one sequence in a hundred ends at each step, and a new one replaces it.""
 _LIFETIME = 100  # tokens per request under churn: one in a hundred ends at each step
 _WARM_UP_STEPS = 2 * BLOCK_SIZE
 _MEASURED_STEPS = 30 * BLOCK_SIZE
-_PROFILED_STEPS = 320
-_PROFILED_RUNNING = 1024
-_PROFILED_LINES = 16
 
 
 def greedy_request(
@@ -143,7 +137,7 @@ class StepTimes:
 
 
 def measure_step_time() -> dict[str, Any]:
-    """Returns step times of each case, what `schedule` grows with, and profiles."""
+    """Returns step times of each case, and what `schedule` grows with."""
     cases: list[dict[str, Any]] = []
     growth = []
     for context, num_running, pattern in product(_CONTEXTS, _NUM_RUNNING, PATTERNS):
@@ -152,11 +146,7 @@ def measure_step_time() -> dict[str, Any]:
         cases.append(case | _summary(times, num_running))
         if pattern == "aligned":
             growth.append(_growth(case, times))
-    return {
-        "steps": cases,
-        "growth": growth,
-        "profiles": {pattern: _profile(pattern) for pattern in ("steady", "churn")},
-    }
+    return {"steps": cases, "growth": growth}
 
 
 class SteppedLoad:
@@ -312,19 +302,3 @@ def _growth(case: dict[str, Any], times: list[StepTimes]) -> dict[str, Any]:
         "schedule_us_all_due": round(busy / 1e3, 2),
         "schedule_us_per_due": round((busy - quiet) / case["num_running"] / 1e3, 2),
     }
-
-
-def _profile(pattern: str) -> list[str]:
-    """Returns the lines of a profile for the slowest functions; cProfile slows all of them."""
-    load = start_load(NullRunner(), _PROFILED_RUNNING, 256, pattern)
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(_PROFILED_STEPS):
-        load.step()
-    profile.disable()
-    text = io.StringIO()
-    stats = pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime")
-    stats.print_stats(r"^(?!scheduler_steps)", _PROFILED_LINES)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    first = next(index for index, line in enumerate(lines) if "ncalls" in line)
-    return [line for line in lines[first:] if line]

@@ -57,14 +57,13 @@ class PeerRun:
 
 
 def format_run(requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """Returns the command that runs the requests. Those without an arrival time arrive at once."""
+    """Returns the command that runs the requests, all at once."""
     return {
         "command": "run",
         "requests": [
             {
                 "prompt_token_ids": list(request.prompt_token_ids),
                 "num_output_tokens": request.num_output_tokens,
-                "arrival_s": request.arrival_s or 0.0,
             }
             for request in requests
         ],

@@ -14,6 +14,7 @@ from baton.common.machine_limits import usable_cores
 from benchmarks.machine import name_machine
 from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Report
+from benchmarks.workloads.kind import refuse_below
 
 if TYPE_CHECKING:
     from benchmarks.transfer.plan import Plan, TransferBackend
@@ -62,8 +63,7 @@ def main(args: argparse.Namespace) -> int:
     or tokens get no figure, and the exit status is 1.
     """
     check_output_args(args)
-    if args.num_threads is not None and args.num_threads < 1:
-        raise ConfigurationError(f"--num-threads is {args.num_threads}; it must be >= 1")
+    refuse_below(1, num_threads=1 if args.num_threads is None else args.num_threads)
     from benchmarks.transfer.plan import FULL, SMOKE
 
     num_layers = FULL.model["num_hidden_layers"]

@@ -27,9 +27,7 @@ class ContinuousBatchingEngine:
         self._manager = _start(load_model(args))
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """Runs the requests, which must all arrive at once."""
-        if any(request.arrival_s for request in requests):
-            raise ValueError("continuous batching is given requests that arrive at once")
+        """Runs the requests."""
         started = time.perf_counter()
         for index, request in enumerate(requests):
             self._manager.add_request(

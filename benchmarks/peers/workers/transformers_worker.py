@@ -21,9 +21,7 @@ class GenerateEngine:
         self._model = load_model(args)
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """Runs the requests, which must all arrive at once."""
-        if any(request.arrival_s for request in requests):
-            raise ValueError("generate takes requests that arrive at once")
+        """Runs the requests as one batch."""
         width = max(len(request.prompt_token_ids) for request in requests)
         paddings = [width - len(request.prompt_token_ids) for request in requests]
         input_ids = torch.tensor(

@@ -1,8 +1,7 @@
 """The loop of every worker: JSON lines on stdin and stdout, around one engine.
 
     <- {"ready": {"engine": "vllm 0.32.0"}}         after loading
-    -> {"command": "run", "requests": [{"prompt_token_ids": [1], "num_output_tokens": 2,
-                                        "arrival_s": 0.0}]}
+    -> {"command": "run", "requests": [{"prompt_token_ids": [1], "num_output_tokens": 2}]}
     <- {"wall_s": 0.1, "requests": [{"token_ids": [5, 6], "token_times_s": [0.05, 0.1]}]}
     -> {"command": "reset"}                         empties prefix caches
     <- {}
@@ -32,11 +31,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a run. `arrival_s` is in seconds after the start of the run."""
+    """One request of a run. All requests of a run arrive at its start."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
-    arrival_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,21 +82,14 @@ def run_stepped(
     stepper: Stepper,
     requests: Sequence[Request],
     clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> list[Result]:
-    """Adds each request at its time of arrival, and steps until all have ended."""
+    """Adds all requests, and steps until they have ended."""
     results = [Result() for _ in requests]
-    waiting = sorted(range(len(requests)), key=lambda index: -requests[index].arrival_s)
-    num_running = 0
     started = clock()
-    while waiting or num_running:
-        while waiting and requests[waiting[-1]].arrival_s <= clock() - started:
-            index = waiting.pop()
-            stepper.add(index, requests[index])
-            num_running += 1
-        if not num_running:
-            sleep(max(0.0, requests[waiting[-1]].arrival_s - (clock() - started)))
-            continue
+    for index, request in enumerate(requests):
+        stepper.add(index, request)
+    num_running = len(requests)
+    while num_running:
         outputs = stepper.step()
         now = clock() - started
         for index, token_ids, is_last in outputs:

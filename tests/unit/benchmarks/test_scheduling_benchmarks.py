@@ -43,12 +43,9 @@ def test_a_step_that_lacks_a_token_is_refused():
 def test_steps_are_measured_and_printed(monkeypatch):
     monkeypatch.setattr(scheduler_steps, "_NUM_RUNNING", (4,))
     monkeypatch.setattr(scheduler_steps, "_CONTEXTS", (48,))
-    monkeypatch.setattr(scheduler_steps, "_PROFILED_RUNNING", 4)
-    monkeypatch.setattr(scheduler_steps, "_PROFILED_STEPS", 32)
     result = scheduler_steps.measure_step_time()
     assert [case["pattern"] for case in result["steps"]] == list(PATTERNS)
     assert all(0 < case["schedule_us"] < case["step_us"] for case in result["steps"])
-    assert all(result["profiles"].values())
     steps, growth = map(format_table, make_tables(result))
     assert "churn" in steps
     assert "for each block" in growth
