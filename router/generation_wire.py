@@ -26,11 +26,10 @@ from router.requests.tokenizer import MAX_INLINE_LENGTH
 from router.requests.validation import MAX_PROMPTS
 
 __all__ = [
-    "WholeGeneration",
-    "WholePrompts",
     "request_from_proto",
     "stream_response",
     "usage_to_proto",
+    "whole_response",
 ]
 
 _FINISH_REASONS = {name: number for number, name in FINISH_REASONS.items()}
@@ -138,63 +137,14 @@ def stream_response(output: CandidateOutput) -> generation_pb2.GenerateStreamRes
     return response
 
 
-class WholeGeneration:
-    """Joins the outputs of a request into one response.
-
-    Attributes:
-        num_bytes: about how many bytes the response has so far; it has no fewer.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._answer = JoinedAnswer()
-
-    def add(self, output: CandidateOutput) -> None:
-        """Adds the next output."""
-        self._answer.add(output)
-        self.num_bytes += len(output.token_ids) + len(output.text)
-
-    def response(self) -> generation_pb2.GenerateResponse:
-        """The candidates by index. Called once, when the request has ended."""
-        last = self._answer.last
-        response = generation_pb2.GenerateResponse(
-            request_id=last.request_id,
-            completions=map(_completion, self._answer.candidates),
-        )
-        _add_prompt(response, self._answer.first)
-        _add_totals(response, last)
-        return response
-
-
-class WholePrompts:
-    """Joins the outputs of several prompts into one response.
-
-    Args:
-        request_id: the request's name.
-        num_prompts: how many prompts it has.
-
-    Attributes:
-        num_bytes: about how many bytes the response has so far; it has no fewer.
-    """
-
-    def __init__(self, request_id: str, num_prompts: int) -> None:
-        self.num_bytes = 0
-        self._request_id = request_id
-        self._prompts = [WholeGeneration() for _ in range(num_prompts)]
-
-    def add(self, output: CandidateOutput) -> None:
-        """Adds the next output."""
-        prompt = self._prompts[output.prompt_index]
-        num_bytes = prompt.num_bytes
-        prompt.add(output)
-        self.num_bytes += prompt.num_bytes - num_bytes
-
-    def response(self) -> generation_pb2.GenerateResponse:
-        """The prompts' responses. Called once, when the request has ended."""
-        return generation_pb2.GenerateResponse(
-            request_id=self._request_id,
-            responses=[prompt.response() for prompt in self._prompts],
-        )
+def whole_response(answer: JoinedAnswer) -> generation_pb2.GenerateResponse:
+    """The message of one prompt's answer, which has ended."""
+    response = generation_pb2.GenerateResponse(
+        request_id=answer.last.request_id, completions=map(_completion, answer.candidates)
+    )
+    _add_prompt(response, answer.first)
+    _add_totals(response, answer.last)
+    return response
 
 
 def _completion(candidate: JoinedCandidate) -> generation_pb2.Completion:

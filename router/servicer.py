@@ -8,17 +8,12 @@ import grpc
 from typing_extensions import override
 
 from baton.common.errors import DeadlineExceededError, Reason, ResourceExhaustedError
-from baton.common.request.answer import CandidateOutput
+from baton.common.request.answer import CandidateOutput, JoinedAnswer
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.known_fields import check_known
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.chat.chat_request import ChatRequest
-from router.generation_wire import (
-    WholeGeneration,
-    WholePrompts,
-    request_from_proto,
-    stream_response,
-)
+from router.generation_wire import request_from_proto, stream_response, whole_response
 from router.models import Models
 from router.requests.validation import (
     MAX_DETOKENIZE_TOKEN_IDS,
@@ -46,16 +41,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
+        is_several = request.WhichOneof("prompt") == "prompts"
+        num_prompts = len(request.prompts.prompts) if is_several else 1
+        num_bytes = 0  # no more than the answer has
         async with self._opened(request, context) as (opened, outputs):
-            whole: WholeGeneration | WholePrompts = WholeGeneration()
-            if request.WhichOneof("prompt") == "prompts":
-                whole = WholePrompts(opened.request_id, len(request.prompts.prompts))
+            answers = [JoinedAnswer() for _ in range(num_prompts)]
             async for output in outputs:
-                whole.add(output)
-                _check_answer_size(whole.num_bytes)
-        answer = whole.response()
-        _check_answer_size(answer.ByteSize())
-        return answer
+                answers[output.prompt_index].add(output)
+                num_bytes += len(output.token_ids) + len(output.text)
+                _check_answer_size(num_bytes)
+        if is_several:
+            response = generation_pb2.GenerateResponse(
+                request_id=opened.request_id, responses=map(whole_response, answers)
+            )
+        else:
+            response = whole_response(answers[0])
+        _check_answer_size(response.ByteSize())
+        return response
 
     @override
     async def GenerateStream(  # type: ignore[override]  # the stubs expect a generator

@@ -68,8 +68,7 @@ class OfflineRequest:
         """
         if output.error is not None:
             raise output.error
-        has_ended = self._take(_candidate_output(output))
-        return has_ended and output.finish_reason is None
+        return self._take(_candidate_output(output)) and output.finish_reason is None
 
     def ignore(self) -> None:
         """Ends a request that can never fit the KV pool: its result is one empty candidate with
@@ -103,14 +102,15 @@ class OfflineRequest:
 
     def _take(self, output: CandidateOutput) -> bool:
         """Adds an output; returns whether a candidate ended with it."""
-        outputs = self._completion.add(output)
-        for completed in outputs:
+        has_ended = False
+        for completed in self._completion.add(output):
             self._answer.add(completed)
+            has_ended = has_ended or completed.finish_reason is not None
             if completed.prompt_token_ids:
                 self._prompt_logprobs = prompt_logprobs_by_token(
                     completed.prompt_token_ids, completed.prompt_logprobs, self._text_of
                 )
-        return any(completed.finish_reason for completed in outputs)
+        return has_ended
 
     def _result(self, candidates: Sequence[JoinedCandidate]) -> RequestOutput:
         counts = self._record.usage
@@ -143,26 +143,23 @@ class OfflineRequest:
 def _candidate_output(output: EngineOutput) -> CandidateOutput:
     """The form that an engine's output takes in the router."""
     reason, times = output.finish_reason, output.timings
-    answer = CandidateOutput(
-        index=output.index,
-        token_ids=output.token_ids,
-        finish_reason=None if reason is None else reason.value,
-        is_last=output.is_last,
-        logprobs=output.logprobs,
-        score=output.score,
-        accepted_drafts=output.accepted_drafts,
-        rejected_drafts=output.rejected_drafts,
-        cached_tokens=output.cached_tokens,
-        prompt_logprobs=output.prompt_logprobs,
-    )
+    candidate = CandidateOutput(output.index, output.token_ids)
+    candidate.logprobs, candidate.prompt_logprobs = output.logprobs, output.prompt_logprobs
+    if reason is not None:
+        candidate.finish_reason = reason.value
+        candidate.is_last, candidate.score = output.is_last, output.score
+    if output.accepted_drafts or output.rejected_drafts:
+        candidate.accepted_drafts = output.accepted_drafts
+        candidate.rejected_drafts = output.rejected_drafts
     if times is not None:
-        answer.stages = Timings(
+        candidate.cached_tokens = output.cached_tokens
+        candidate.stages = Timings(
             queue_ms=times.queue_ms,
             prefill_ms=times.prefill_ms,
             transfer_ms=times.transfer_ms,
             load_ms=times.load_ms,
         )
-    return answer
+    return candidate
 
 
 def _token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:

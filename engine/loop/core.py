@@ -136,14 +136,6 @@ class EngineCore:
         """Splits the time of steps into phases."""
         return self._timer
 
-    @property
-    def has_work(self) -> bool:
-        """Whether steps are needed: for requests, for a step in flight, or for transfers, which
-        may be of finished requests.
-        """
-        scheduler = self.scheduler
-        return self._loop.is_in_flight or bool(scheduler.num_unfinished or scheduler.num_transfers)
-
     def check(self, request: EngineRequest) -> None:
         """Raises for a request that could never finish (`engine.validation`). Thread-safe."""
         check_request(

@@ -20,6 +20,7 @@ from engine.request import (
     FinishReason,
 )
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.pairs import pairs
 from tests.support.real_engines import Outputs, build_core, hand_over, run_all, tokens_of
 from tests.support.requests import changed, engine_request
@@ -273,7 +274,7 @@ def test_finishing_one_candidate_early_does_not_change_the_others() -> None:
         expected = run_all(core, [request])[request.spec.request_id]
         core.scheduler.add(request)
         outputs: list[EngineOutput] = []
-        while core.has_work:
+        while has_work(core):
             core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token
                 core.scheduler.finish_candidate(request.spec.request_id, 1)

@@ -27,6 +27,7 @@ from tests.support.constrained_requests import (
     mixed_requests,
     text_of,
 )
+from tests.support.engine_work import has_work
 from tests.support.real_engines import SplitRun, build_core, engine, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
@@ -327,7 +328,7 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(held) -> None:
     core.run_step(received.extend)
     errors = [output.error for output in received if output.error]
     assert len(errors) == 20
-    assert not core.has_work
+    assert not has_work(core)
 
 
 def test_waiting_for_a_grammar_ends_with_an_abort_or_a_deadline(held) -> None:

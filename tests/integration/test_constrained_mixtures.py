@@ -19,6 +19,7 @@ from tests.support.constrained_requests import (
     mixed_requests,
     text_of,
 )
+from tests.support.engine_work import has_work
 from tests.support.real_engines import Outputs, SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 
@@ -136,11 +137,11 @@ def test_aborted_requests_leave_the_others_as_they_were():
         for name in sorted(aborted):
             for _ in range(drawn.randint(0, 3)):
                 core.run_step(collect)
-                if core.has_work:
+                if has_work(core):
                     core.wait()
             collect(core.scheduler.abort([name]))
         core.run_step(collect)
-        while core.has_work:
+        while has_work(core):
             core.wait()
             core.run_step(collect)
         core.scheduler.check()

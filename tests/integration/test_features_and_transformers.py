@@ -11,6 +11,7 @@ import pytest
 from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
@@ -99,7 +100,7 @@ def test_preemption_by_swapping_copies_blocks_to_the_host() -> None:
         num_swapped = 0
         for request in _requests():
             core.scheduler.add(request)
-        while core.has_work:
+        while has_work(core):
             core.run_step([].extend)
             num_swapped = max(num_swapped, core.scheduler.load().num_swapped_blocks)
         assert num_swapped > 0

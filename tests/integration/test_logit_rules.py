@@ -12,6 +12,7 @@ from baton.common.errors import InternalError, InvalidArgumentError
 from engine.request import FinishReason
 from engine.runtime.forward import recorded_steps
 from tests.support.checkpoints import FAMILIES, prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 from tests.support.ruled_generation import by_oracle, by_transformers, generate
@@ -335,7 +336,7 @@ def test_a_failed_step_leaves_valid_rules_to_the_step_after_it(has_table, monkey
     core.run_step(collect)  # submits the step that fails
     core.scheduler.add(engine_request("plain", prompt, max_tokens=NUM_TOKENS))
     core.run_step(collect)
-    while core.has_work:
+    while has_work(core):
         core.wait()
         core.run_step(collect)
     assert isinstance(outputs["ruled"][-1].error, InternalError)

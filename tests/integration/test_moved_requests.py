@@ -10,6 +10,7 @@ import pytest
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.pairs import pairs
 from tests.support.real_engines import build_core, tokens_of
 from tests.support.requests import engine_request
@@ -77,7 +78,7 @@ class Pair:
 
     def _is_over(self) -> bool:
         cores = (self.old, self.new)
-        is_idle = not any(core.has_work for core in cores)
+        is_idle = not any(has_work(core) for core in cores)
         return is_idle and all(core.scheduler.kv.pool.num_free == core.num_blocks for core in cores)
 
 

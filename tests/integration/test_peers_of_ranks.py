@@ -18,6 +18,7 @@ from kernels.library.commands import library
 from kernels.ranks import RanksLostError
 from kvstore.peer.address import holders_of
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.real_engines import SplitRun, build_core, hand_over, tokens_of
 from tests.support.requests import engine_request
 
@@ -93,7 +94,7 @@ def test_a_prompt_is_computed_again_if_a_rank_that_lends_it_is_killed() -> None:
         decode.scheduler.add(handed)
         run_until(decode, lambda: address in peers and peers[address].num_users > 0)
         os.kill(lender, signal.SIGKILL)
-        outputs = run_until(decode, lambda: not decode.has_work)
+        outputs = run_until(decode, lambda: not has_work(decode))
         assert all_free(decode)
         decode.scheduler.check()
     found = [*handed.progress[0].output_token_ids, *tokens_of(outputs)]

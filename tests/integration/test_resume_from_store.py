@@ -9,6 +9,7 @@ from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.requests import changed, engine_request
 
 BLOCK_SIZE, NUM_TOKENS = 8, 120
@@ -38,7 +39,7 @@ def run(core: EngineCore, request: EngineRequest, num_tokens: int) -> list[int]:
         tokens.extend(token for output in outputs for token in output.token_ids)
 
     take(core.scheduler.add(request))
-    while len(tokens) < num_tokens and core.has_work:
+    while len(tokens) < num_tokens and has_work(core):
         core.run_step(take)
         core.wait()
     return tokens

@@ -18,6 +18,7 @@ from kvstore.store import GetStatus, KvObject
 from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.memory import MemoryStore
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.real_engines import build_core, hand_over, run_all, tokens_of
 from tests.support.requests import engine_request
 
@@ -84,7 +85,7 @@ class Decode:
 
     def end_transfers(self) -> None:
         self.core.run_step([].extend)
-        while self.core.has_work:
+        while has_work(self.core):
             self.core.wait()
             self.core.run_step([].extend)
         self.core.scheduler.check()

@@ -19,6 +19,7 @@ from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
 from kvstore.handoff import KvHandoff
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
+from tests.support.engine_work import has_work
 from tests.support.fake_model import fake_config, fake_info
 from tests.support.reference_decoding import candidates, first_beams, progress_of
 from tests.support.requests import changed, engine_request
@@ -289,7 +290,7 @@ class Cluster(RuleBasedStateMachine):
             # A lost job keeps its blocks; a request that needs the whole pool waits for it.
             assert not engine.live or engine.worker.lost, "a request starved"
             engine.worker.restore_lost()
-        self._run_until(lambda: not any(engine.core.has_work for engine in engines))
+        self._run_until(lambda: not any(has_work(engine.core) for engine in engines))
         self.run_all(1)  # offers the leases of the last handoffs
         self._end_leases()
         for engine in engines:

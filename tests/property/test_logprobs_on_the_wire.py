@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.common.request.answer import JoinedAnswer
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.results import Logprob, logprobs_of
 from baton.common.request.sampling_params import SamplingParams
@@ -12,7 +13,7 @@ from engine.batch import TokenLogprobs
 from engine.request import EngineOutput, FinishReason
 from engine.wire import output_to_proto
 from router.fleet.output_wire import output_from_proto
-from router.generation_wire import WholeGeneration, stream_response
+from router.generation_wire import stream_response, whole_response
 from router.observe.request_record import RequestRecord
 from router.stages.completion import Completion
 from rpc.pending_outputs import PendingOutputs, add_output
@@ -65,7 +66,7 @@ async def test_stream_and_whole_answer_have_what_the_engine_said(generation, dat
         stop=data.draw(st.sampled_from([(), ("a",), ("bc", "d")])),
     )
     spec = RequestSpec(request_id="r/1", prompt_token_ids=PROMPT, params=params)
-    completion, whole = Completion(spec, tokenizer(), RequestRecord()), WholeGeneration()
+    completion, whole = Completion(spec, tokenizer(), RequestRecord()), JoinedAnswer()
     outputs, responses = [], []
     pending: PendingOutputs = {}
     for output in outputs_of(candidates, prompt, data):
@@ -107,7 +108,7 @@ def outputs_of(candidates, prompt, data):
 
 def check(whole, responses, candidates, prompt):
     chunks = [parse_chunk(response) for response in responses]
-    parsed = parse_output(whole.response())
+    parsed = parse_output(whole_response(whole))
     expected_prompt = [None, *by_token(PROMPT[1:], prompt)]
     assert parsed.prompt_logprobs == chunks[0].prompt_logprobs == expected_prompt
     assert parsed.prompt_token_ids == chunks[0].prompt_token_ids == list(PROMPT)

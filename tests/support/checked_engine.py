@@ -20,6 +20,7 @@ from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
+from tests.support.engine_work import has_work
 from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, token_logprobs
@@ -294,7 +295,7 @@ class CheckedEngine:
     def finish(self, most_steps: int) -> None:
         """Steps until there is no work; checks that nothing is left."""
         for _ in range(most_steps):
-            if not self.core.has_work:
+            if not has_work(self.core):
                 break
             self.step()
         self.step()  # with async scheduling, the last step is still to be committed
@@ -304,7 +305,7 @@ class CheckedEngine:
         """Checks that no request is left and no block is held."""
         load = self.core.scheduler.load()
         assert not self.live, "a request starved"
-        assert not self.core.has_work
+        assert not has_work(self.core)
         assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (0, 0, 0)
         assert load.num_free_blocks == self.core.num_blocks, "a block leaked"
         assert load.num_swapped_blocks == 0, "a host block leaked"

@@ -13,6 +13,7 @@ from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.engine_work import has_work
 from tests.support.prefill_core import with_role
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
@@ -58,7 +59,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
         core.check(request)
         collect(core.scheduler.add(request))
     core.run_step(collect)
-    while core.has_work:
+    while has_work(core):
         core.wait()
         core.run_step(collect)
     core.scheduler.check()
@@ -143,7 +144,7 @@ class SplitRun:
 
     def _is_over(self) -> bool:
         cores = (self._prefill, self._decode)
-        is_idle = not any(core.has_work for core in cores)
+        is_idle = not any(has_work(core) for core in cores)
         return is_idle and all(core.scheduler.kv.pool.num_free == core.num_blocks for core in cores)
 
     def _on_prefill_outputs(self, outputs: Sequence[EngineOutput]) -> None:

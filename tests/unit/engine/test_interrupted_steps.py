@@ -6,6 +6,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.request import EngineOutput
 from tests.support.checked_engine import CheckedEngine
 from tests.support.driven_scheduler import request
+from tests.support.engine_work import has_work
 from tests.support.fake_model import expected_tokens, fake_info
 
 EXPECTED = {"a": (1, *(1,) * 5), "b": (2, *(1,) * 5), "c": (3, *(1,) * 5)}
@@ -50,7 +51,7 @@ def generate(engine: CheckedEngine, *names: str) -> dict[str, list[int]]:
     try:
         for name in names:
             engine.core.scheduler.add(request(name, first_token=ord(name) - ord("a") + 1))
-        while engine.core.has_work:
+        while has_work(engine.core):
             engine.core.run_step(take)
             engine.core.scheduler.check()
     finally:
@@ -69,7 +70,7 @@ def test_after_an_interrupt_in_a_step_the_engine_goes_on(method: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             generate(engine, "a", "b", "c")
         engine.core.scheduler.check()
-        assert not engine.core.has_work
+        assert not has_work(engine.core)
         assert engine.core.scheduler.load().num_free_blocks == 6
 
     tokens = generate(engine, "a", "b", "c")

@@ -6,6 +6,7 @@ from engine.config import EngineConfig
 from engine.request import EngineRequest
 from kvstore.jobs import LookupJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
+from tests.support.engine_work import has_work
 from tests.support.fake_connector import Store
 from tests.support.fake_model import fake_info
 from tests.support.reference_decoding import candidates, progress_of
@@ -24,7 +25,7 @@ def engine(store: Store, role: str) -> CheckedEngine:
 
 def run(target: CheckedEngine, num_tokens: int | None = None) -> None:
     """Runs an engine until its request has as many tokens, or until it has nothing to do."""
-    while target.core.has_work:
+    while has_work(target.core):
         target.worker.end_all()
         target.step()
         live = next(iter(target.live.values()), None)

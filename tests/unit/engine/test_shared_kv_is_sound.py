@@ -6,6 +6,7 @@ from engine.request import EngineOutput
 from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.driven_scheduler import DrivenScheduler, request
+from tests.support.engine_work import has_work
 from tests.support.fake_connector import Store
 from tests.support.fake_model import expected_tokens, fake_info
 from tests.support.reference_decoding import progress_of
@@ -41,7 +42,7 @@ def step_and_end_jobs(engine: CheckedEngine, count: int) -> None:
 
 
 def run(engine: CheckedEngine) -> None:
-    while engine.core.has_work:
+    while has_work(engine.core):
         step_and_end_jobs(engine, 1)
     engine.check_is_empty()
 

@@ -10,6 +10,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.request import EngineOutput, FinishReason
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.driven_scheduler import DrivenScheduler, request
+from tests.support.engine_work import has_work
 from tests.support.fake_model import expected_tokens, fake_info
 
 PROMPTS = {name: (token, *(1,) * 5) for token, name in enumerate("abcd", 1)}
@@ -35,7 +36,7 @@ class Engine:
             self.core.scheduler.add(request(name, first_token=index, **fields))
 
     def run(self) -> None:
-        while self.core.has_work:
+        while has_work(self.core):
             self.core.run_step(self._take)
             self.core.scheduler.check()
             self.num_steps += 1
@@ -185,7 +186,7 @@ def test_candidates_and_beams_are_tried_alone_with_all_that_they_compute(overlap
         prompt = {"prompt_token_ids": (0, 1, 0, 1, 0), "max_tokens": 15, "seed": 1}
         submitted = request(name, **(prompt | params))
         engine.add(CheckedRequest.of(submitted, engine.info))
-    while engine.core.has_work:
+    while has_work(engine.core):
         engine.step()
     engine.check_is_empty()
     assert next(counts) > 6
