@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.common.request.request_spec import RequestSpec
+from baton.common.request.sampling_params import SamplingParams
 
 __all__ = ["DrawParams", "LogitRules", "candidate_seed"]
 
@@ -75,32 +76,24 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """The sampling parameters of one row: how its tokens are drawn from their logits."""
+    """How the tokens of one row are drawn from their logits.
 
-    temperature: float
-    top_k: int
-    top_p: float
+    Attributes:
+        params: the request's.
+        seed: the candidate's.
+        rules: the request's. None: no rules.
+    """
+
+    params: SamplingParams
     seed: int
-    min_p: float = 0.0
     rules: LogitRules | None = None
 
     @classmethod
     def of_candidates(cls, spec: RequestSpec, indices: Iterable[int]) -> tuple["DrawParams", ...]:
         """The parameters that candidates of a request draw with; they share the rules."""
-        params, rules = spec.params, LogitRules.of(spec)
-        seed = params.seed
+        seed, rules = spec.params.seed, LogitRules.of(spec)
         assert seed is not None, "a request's seed is set before an engine gets it"
-        return tuple(
-            cls(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                seed=candidate_seed(seed, index),
-                min_p=params.min_p,
-                rules=rules,
-            )
-            for index in indices
-        )
+        return tuple(cls(spec.params, candidate_seed(seed, index), rules) for index in indices)
 
 
 def candidate_seed(seed: int, index: int) -> int:

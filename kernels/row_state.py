@@ -3,12 +3,22 @@
 The tensors keep their addresses, so that a recorded step reads what the step before it wrote.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final
 
+import numpy as np
 import torch
 
-__all__ = ["INVALID_TOKEN", "NO_TOKEN", "DecodeInputs", "DrawTable", "RowState", "RuleTable"]
+__all__ = [
+    "DRAW_RECORD",
+    "INVALID_TOKEN",
+    "NO_TOKEN",
+    "DecodeInputs",
+    "DrawTable",
+    "RowState",
+    "RuleTable",
+    "draw_kinds",
+]
 
 INVALID_TOKEN: Final = -1
 """The token id of rows whose logits hold NaN or infinity, or no finite number."""
@@ -17,9 +27,16 @@ NO_TOKEN: Final = -2
 """The token id of rows whose logits have no finite largest number after the rules were applied."""
 
 
+_FLOAT, _INTEGER, _UNSIGNED = ({"type": kind} for kind in (np.float64, np.int64, np.uint64))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawTable:
     """Sampling parameters, a row for each way of drawing a token.
+
+    The columns are declared here alone: `DRAW_RECORD` is made of them, `DrawTokens` of
+    kernels/native/src/commands.h has them in the same order. All but the seed, which comes last,
+    have the names of attributes of `SamplingParams`.
 
     Attributes:
         temperature: `[m]` float64; 0 takes the likeliest token.
@@ -30,16 +47,24 @@ class DrawTable:
         seed: `[m]` int64; the bits of the unsigned 64-bit seed of the noise.
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    log_min_p: torch.Tensor
-    seed: torch.Tensor
+    temperature: torch.Tensor = field(metadata=_FLOAT)
+    top_k: torch.Tensor = field(metadata=_INTEGER)
+    top_p: torch.Tensor = field(metadata=_FLOAT)
+    log_min_p: torch.Tensor = field(metadata=_FLOAT)
+    seed: torch.Tensor = field(metadata=_UNSIGNED)
+
+    @classmethod
+    def of_words(cls, words: torch.Tensor) -> "DrawTable":
+        """Returns the table whose columns have the bits of `words`, `[columns, m]` int64, as views
+        of the same memory.
+        """
+        columns = zip(words, _ARE_FLOATS, strict=True)
+        return cls(*(column.view(torch.float64) if real else column for column, real in columns))
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
         """The attributes, in their order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(getattr(self, column.name) for column in fields(self))
 
     def take(self, draw_ids: torch.Tensor) -> "DrawTable":
         """Returns the rows `draw_ids`, `[n]` int64, as a copy."""
@@ -48,6 +73,20 @@ class DrawTable:
     def part(self, entries: slice) -> "DrawTable":
         """Returns a slice of the rows as views of the same memory."""
         return DrawTable(*(column[entries] for column in self.columns))
+
+
+DRAW_RECORD = np.dtype([(column.name, column.metadata["type"]) for column in fields(DrawTable)])
+"""A row of a `DrawTable` as an element of an array."""
+_ARE_FLOATS = tuple(column.metadata["type"] is np.float64 for column in fields(DrawTable))
+
+
+def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which of `[n]` of `DRAW_RECORD` are not greedy, and which of those filter by top-k,
+    top-p or min-p, each as `[n]` bool.
+    """
+    is_random = records["temperature"] > 0
+    has_limit = (records["top_k"] > 0) | (records["top_p"] < 1)
+    return is_random, is_random & (has_limit | (records["log_min_p"] > -np.inf))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

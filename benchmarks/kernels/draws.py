@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.kernels.case import (
     Call,
     Case,
@@ -15,18 +17,20 @@ from benchmarks.kernels.case import (
     Sizes,
     rows_in_words,
 )
-from kernels import DrawTable, RuleTable
+from engine.draw_params import DrawParams
+from engine.runtime.draws.sampler import draw_record, draw_table
+from kernels import DRAW_RECORD, RuleTable
 
 __all__ = ["draw_cases", "rule_cases"]
 
 _NUM_TOKENS = 1000  # of each sequence; half of them are its prompt
 _NUM_LISTED = 64  # entries of each list of a row's rules
 _DRAWS = {
-    "all tokens": (0, 1.0, 0.0),
-    "top-k 50": (50, 1.0, 0.0),
-    "top-p 0.9": (0, 0.9, 0.0),
-    "min-p 0.05": (0, 1.0, 0.05),
-}  # top-k, top-p and min-p
+    "all tokens": SamplingParams(),
+    "top-k 50": SamplingParams(top_k=50),
+    "top-p 0.9": SamplingParams(top_p=0.9),
+    "min-p 0.05": SamplingParams(min_p=0.05),
+}
 
 
 def rule_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
@@ -119,15 +123,8 @@ def _draw_calls(
 ) -> Sequence[Call]:
     logits = _logits(numbers, num_rows, vocab_size)
     ids = torch.arange(num_rows, device=numbers.device)
-    top_k, top_p, min_p = _DRAWS[name]
-    ones = torch.ones(num_rows, dtype=torch.float64, device=numbers.device)
-    draws = DrawTable(
-        temperature=ones,
-        top_k=torch.full_like(ids, top_k),
-        top_p=top_p * ones,
-        log_min_p=(min_p * ones).log(),
-        seed=ids,
-    )
+    draws = [draw_record(DrawParams(_DRAWS[name], seed)) for seed in range(num_rows)]
+    table = draw_table(np.array(draws, DRAW_RECORD), numbers.device)
     calls = []
     for _ in range(num_copies):
         copy = logits.clone()
@@ -135,7 +132,7 @@ def _draw_calls(
             numbers.module.draw_tokens,
             copy,
             *numbers.module.row_maxima(copy),
-            draws,
+            table,
             draw_ids=ids,
             positions=ids + _NUM_TOKENS,
             filtered=name != "all tokens",

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
+from baton.common.request.sampling_params import SamplingParams
 from benchmarks.kernels.timing import time_busy
 from benchmarks.model_cost import decode_floor_s, floor_s
 from benchmarks.offline.cases import OfflineCase, RunTimes, run_times
@@ -21,7 +22,7 @@ from engine.runner import PendingOutput, Runner
 from engine.runtime.model_runner import ModelRunner
 
 __all__ = ["DeviceStep", "DrivenRows", "StepProfile", "measure_device_steps", "profile_steps"]
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_GREEDY = DrawParams(SamplingParams(temperature=0.0), seed=0)
 _WARM_UP_STEPS = 8
 _NUM_PROMPT_SAMPLES = 4
 _MAX_ERROR_LENGTH = 500

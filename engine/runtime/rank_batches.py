@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from baton.common.errors import ConfigurationError
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.version import __version__
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.config import EngineConfig
@@ -35,7 +36,7 @@ _SAME_FLAGS = (
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
     *("enforce_eager", "speculative_config"),
 )
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_DRAW = DrawParams(SamplingParams(temperature=0.0), seed=0)
 
 
 def check_same_engine(ranks: EngineRanks, config: EngineConfig, info: ModelInfo) -> None:

@@ -4,13 +4,14 @@
 
 import ctypes
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from baton.common.errors import ConfigurationError
 from kernels.library.library import load
 from kernels.ranks import RanksLostError
+from kernels.row_state import DrawTable
 
 __all__ = [
     "APPLY_LOGIT_RULES",
@@ -79,7 +80,7 @@ ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")
 PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
 ARGMAX = _command(6, "p iii ww")
 APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")
-DRAW_TOKENS = _command(8, "p ii pp ppppp ppp ii w")
+DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi w")
 GATHER_COLUMNS = _command(10, "i pii w")
 

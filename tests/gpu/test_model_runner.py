@@ -11,7 +11,6 @@ import torch
 
 from engine.batch import ProcessedText, ScheduledBatch
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import (
     VOCAB_SIZE,
@@ -21,6 +20,7 @@ from tests.support.checkpoints import (
     tiny_checkpoint,
 )
 from tests.support.devices import DEVICE, IS_CUDA
+from tests.support.draw_params import draw_params
 from tests.support.driven_requests import DrivenRequest, generate, run_step, scattered_tables
 from tests.support.logits_processors import FLAG, processed_logits
 
@@ -76,7 +76,7 @@ def test_graphs_and_eager_steps_draw_the_same(make_runner):
     drawn = []
     for enforce_eager in (False, True):
         runner = make_runner(enforce_eager=enforce_eager)
-        requests = _requests(runner, (9, 20, 31), draw=DrawParams(0.9, 20, 0.95, 11))
+        requests = _requests(runner, (9, 20, 31), draw=draw_params(0.9, 20, 0.95, 11))
         drawn.append(generate(runner, requests, _NUM_TOKENS))
     assert drawn[0] == drawn[1]
 

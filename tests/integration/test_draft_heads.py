@@ -20,10 +20,12 @@ from engine.draw_params import DrawParams
 from engine.groups.group import Sequence as GroupSequence
 from engine.loop.core import EngineCore
 from engine.runtime.drafting import draft_heads
-from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
+from engine.runtime.draws.sampler import Scores, draw_record, draw_tokens
 from engine.speculation import drafts
+from kernels import DRAW_RECORD
 from tests.support.checkpoints import VOCAB_SIZE, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.draft_heads import METHODS, ReferenceHeads, random_heads
+from tests.support.draw_params import draw_params
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -215,7 +217,7 @@ def test_a_decode_tier_drafts_without_the_states_of_prompts(
         length = next(each for each in (1, 8, 9, 31, 43) if sequence[:each] == _prompt(each))
         if len(sequence) > length + 4:
             continue  # where few tokens are left, some steps make no draft tokens
-        draw = _draw_with(DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0))
+        draw = _draw_with(draw_params(temperature=0.0, top_k=0, top_p=1.0, seed=0))
         assert list(draft_tokens) == reference.draft_tokens(
             sequence, length, len(draft_tokens), draw
         )

@@ -10,10 +10,10 @@ import kernels
 from baton.common.errors import ConfigurationError
 from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.runtime.launch.launcher import Launcher
 from tests.support import runner_kinds
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.draw_params import draw_params
 from tests.support.driven_requests import (
     GREEDY,
     DrivenRequest,
@@ -138,7 +138,7 @@ def test_decoding_from_copied_blocks_gives_the_same_tokens():
 
 
 def test_seeded_draws_do_not_depend_on_the_batch():
-    draws = [DrawParams(1.0, 0, 1.0, 5), DrawParams(0.8, 20, 0.9, 2**63), GREEDY]
+    draws = [draw_params(1.0, 0, 1.0, 5), draw_params(0.8, 20, 0.9, 2**63), GREEDY]
     prompts = [tuple(prompt_of(length, seed=length)) for length in (20, 33, 5)]
     runner = _runner()
     cases = list(zip(prompts, range(3), _tables(runner, 3), draws, strict=True))

@@ -5,9 +5,9 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.runtime import model_runner
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.draw_params import draw_params
 from tests.support.runner_kinds import make_runner, use_kind
 
 
@@ -65,7 +65,7 @@ def test_a_step_that_fails_half_way_leaves_no_work_running(runner, device, monke
         raise RuntimeError("as the test asked")
 
     monkeypatch.setattr(runner._steps, "launch", launch)
-    chunk = ScheduledChunk(0, (1, 2), 0, (DrawParams(0.0, 0, 1.0, 0),))
+    chunk = ScheduledChunk(0, (1, 2), 0, (draw_params(0.0, 0, 1.0, 0),))
     batch = ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(0, 0, 0, (3,)),))
     with pytest.raises(RuntimeError, match="as the test asked"):
         runner.submit(batch)

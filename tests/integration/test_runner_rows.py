@@ -10,7 +10,6 @@ import torch
 from baton.common.errors import ConfigurationError
 from engine.batch import INVALID_TOKEN, ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.steps.host_steps import HostSteps
 from tests.support.checkpoints import (
@@ -21,6 +20,7 @@ from tests.support.checkpoints import (
     reference_model,
     tiny_checkpoint,
 )
+from tests.support.draw_params import draw_params
 from tests.support.driven_requests import GREEDY, DrivenRequest, generate, run_step
 from tests.support.pairs import pairs
 from tests.support.runner_kinds import current_kind, make_runner, use_kind
@@ -105,7 +105,7 @@ def test_a_row_is_used_again_by_a_shorter_sequence(runner):
 
 
 def test_a_row_uses_the_draw_parameters_of_its_new_sequence(runner):
-    wild = DrawParams(temperature=50.0, top_k=0, top_p=1.0, seed=3)
+    wild = draw_params(temperature=50.0, top_k=0, top_p=1.0, seed=3)
     for draw, wants_logprobs in ((wild, True), (GREEDY, False)):
         request = DrivenRequest(PROMPT, 1, [TABLE], draw=draw, wants_logprobs=wants_logprobs)
         (drawn,) = generate(runner, [request], 6)
@@ -156,7 +156,7 @@ def test_a_table_grows_while_its_row_decodes(runner):
 
 
 def test_neighbours_do_not_change_a_rows_tokens(runner):
-    draws = (GREEDY, DrawParams(1.0, 0, 1.0, 5), DrawParams(0.7, 9, 0.9, 6), GREEDY)
+    draws = (GREEDY, draw_params(1.0, 0, 1.0, 5), draw_params(0.7, 9, 0.9, 6), GREEDY)
     tables = [tuple(range(5 * row, 5 * row + 5)) for row in range(4)]
     requests = [
         DrivenRequest(PROMPT[row:], row, [tables[row]], draw=draw, wants_logprobs=True)
@@ -192,7 +192,7 @@ def test_rows_are_advanced_past_a_step_that_failed(runner, monkeypatch):
 
 @pytest.mark.parametrize(
     "draw",
-    [DrawParams(1.5, 0, 1.0, 2**63 + 1), DrawParams(2.0, 30, 1.0, 1), DrawParams(2, 0, 0.9, 0)],
+    [draw_params(1.5, 0, 1.0, 2**63 + 1), draw_params(2.0, 30, 1.0, 1), draw_params(2, 0, 0.9, 0)],
 )
 def test_a_decode_row_draws_as_a_chunk_over_the_same_tokens_does(runner, draw):
     first = _prefill(runner, draws=(draw,)).token_ids
@@ -205,7 +205,7 @@ def test_a_decode_row_draws_as_a_chunk_over_the_same_tokens_does(runner, draw):
 
 
 def test_candidates_draw_from_one_row_of_logits(runner):
-    draws = tuple(DrawParams(1.0, 0, 1.0, seed) for seed in range(40))
+    draws = tuple(draw_params(1.0, 0, 1.0, seed) for seed in range(40))
     together = _prefill(runner, draws=(*draws, GREEDY), wants_logprobs=True)
     alone = [_prefill(runner, draws=(draw,)).token_ids[0] for draw in draws]
     assert list(together.token_ids) == [*alone, _greedy(PROMPT)[0]]
@@ -226,7 +226,7 @@ def test_chunks_of_every_kind_in_one_batch_have_the_outputs_of_each_alone(runner
     _prefill(runner, row=6, prompt=OTHER, table=OTHER_TABLE)
     kinds = (
         {"draws": ()},
-        {"draws": (DrawParams(1.0, 0, 1.0, 1), GREEDY), "wants_logprobs": True},
+        {"draws": (draw_params(1.0, 0, 1.0, 1), GREEDY), "wants_logprobs": True},
         {"draws": (), "num_top": 4},
         {"draws": (GREEDY,)},
         {"draws": (), "num_top": 2},
@@ -248,7 +248,7 @@ def test_chunks_of_every_kind_in_one_batch_have_the_outputs_of_each_alone(runner
 
 
 def test_log_probabilities_are_of_the_raw_logits_and_only_for_rows_that_want_them(runner):
-    draw = DrawParams(temperature=3.0, top_k=20, top_p=0.9, seed=9)
+    draw = draw_params(temperature=3.0, top_k=20, top_p=0.9, seed=9)
     first = _prefill(runner, draws=(draw,), wants_logprobs=True)
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
     outputs = [runner.execute(ScheduledBatch(2, decode_rows=(1, 0))) for _ in range(3)]
@@ -265,7 +265,9 @@ def test_tokens_from_logits_that_are_not_finite_are_invalid():
     runner = make_runner(_config())
     runner.kv_pool[4] = math.nan
     chunks = (
-        ScheduledChunk(0, PROMPT[8:], 8, (GREEDY, DrawParams(1.0, 5, 0.5, 1)), wants_logprobs=True),
+        ScheduledChunk(
+            0, PROMPT[8:], 8, (GREEDY, draw_params(1.0, 5, 0.5, 1)), wants_logprobs=True
+        ),
         ScheduledChunk(1, PROMPT[8:], 8, num_top=3),
         ScheduledChunk(2, PROMPT, 0, (GREEDY,)),
     )

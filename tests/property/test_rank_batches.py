@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from baton.common.errors import ConfigurationError
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.draw_params import DrawParams
 from engine.runtime.rank_batches import BatchReceiver, BatchSender, check_same_pools
+from tests.support.draw_params import draw_params
 
 SMALL = st.integers(0, 2**31 - 1)
 NUMBERS = st.lists(SMALL, max_size=5).map(tuple)
 PAIRS = st.lists(st.tuples(SMALL, SMALL), max_size=3).map(tuple)
-DRAW = DrawParams(temperature=0.7, top_k=3, top_p=0.5, seed=2**64 - 1)
+DRAW = draw_params(temperature=0.7, top_k=3, top_p=0.5, seed=2**64 - 1)
 CHUNKS = st.builds(
     ScheduledChunk,
     row=SMALL,

@@ -1,11 +1,15 @@
 """Logits and ways of drawing from them, for tests of `draw_tokens` and `token_logprobs`."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from kernels import DrawTable, reference
+from engine.runtime.draws.sampler import draw_record
+from engine.runtime.draws.sampler import draw_table as device_table
+from kernels import DRAW_RECORD, DrawTable, reference
+from tests.support.draw_params import draw_params
 
 __all__ = ["LOGIT_KINDS", "DrawCase", "draw_table", "make_draws", "make_logits", "table_on"]
 
@@ -59,23 +63,13 @@ def _to_device(logits, device):
 
 def table_on(device, draws):
     """Returns a table's copy on `device`."""
-    columns = {field.name: getattr(draws, field.name) for field in fields(DrawTable)}
-    return DrawTable(**{name: column.to(device) for name, column in columns.items()})
+    return DrawTable(*(column.to(device) for column in draws.columns))
 
 
 def draw_table(*records):
-    """Returns a table of (temperature, top_k, top_p, seed, and min_p unless it is 0); seeds are
-    unsigned.
-    """
-    whole = [(*record, 0.0)[:5] for record in records]
-    temperatures, top_ks, top_ps, seeds, min_ps = zip(*whole, strict=True)
-    return DrawTable(
-        temperature=torch.tensor(temperatures, dtype=torch.float64),
-        top_k=torch.tensor(top_ks),
-        top_p=torch.tensor(top_ps, dtype=torch.float64),
-        log_min_p=torch.tensor(min_ps, dtype=torch.float64).log(),
-        seed=torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds]),
-    )
+    """Returns a table of (temperature, top_k, top_p, seed, and min_p unless it is 0)."""
+    draws = [draw_record(draw_params(*record)) for record in records]
+    return device_table(np.array(draws, DRAW_RECORD), torch.device("cpu"))
 
 
 def make_draws(count, vocab_size, seed=0):

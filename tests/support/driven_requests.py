@@ -8,8 +8,7 @@ import torch
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.draw_params import DrawParams
 from engine.runtime.model_runner import ModelRunner
-
-GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+from tests.support.draw_params import GREEDY
 
 
 @dataclass

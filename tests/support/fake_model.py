@@ -10,9 +10,9 @@ from engine.config import EngineConfig
 from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
 from kvstore.layout import KvLayout
+from tests.support.draw_params import GREEDY
 
 VOCAB_SIZE = 2
-GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 def fake_info(
@@ -84,7 +84,7 @@ def next_token(
 ) -> int:
     """Returns the token that the fake model draws after a sequence, of those that are allowed."""
     allowed = range(vocab_size) if allowed is None else allowed
-    if draw.temperature == 0:
+    if draw.params.temperature == 0:
         return next(t for t, _ in top_tokens(token_ids, vocab_size, vocab_size) if t in allowed)
     return sorted(allowed)[hash_of(token_ids, draw.seed) % len(allowed)]
 

@@ -5,7 +5,6 @@ it compiled, each with its name and the shared memory of a program in bytes. It 
 process where `triton` interprets kernels.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kernels import DrawTable, RuleTable, WeightUse, reference
+from kernels import DRAW_RECORD, DrawTable, RuleTable, WeightUse, reference
 from kernels.triton import (
     attention,
     blocks,
@@ -85,16 +84,15 @@ def _blocks() -> None:
 
 
 def _draw_table() -> DrawTable:
-    vectors = {
-        field.name: torch.empty(3, dtype=torch.int64) for field in dataclasses.fields(DrawTable)
-    }
-    for name in ("temperature", "top_p", "log_min_p"):
-        vectors[name] = vectors[name].double()
-    return DrawTable(**vectors)
+    return DrawTable.of_words(torch.empty((len(DRAW_RECORD), 16), dtype=torch.int64))
 
 
 def _draws() -> None:
-    logits, ids, draws = torch.empty(3, 128_256), torch.arange(3), _draw_table()
+    logits, ids, draws = (
+        torch.empty(3, 128_256),
+        torch.arange(3),
+        _draw_table(),
+    )
     for rows in (None, ids):
         sampling.draw_tokens(
             logits,
@@ -109,7 +107,11 @@ def _draws() -> None:
 
 
 def _thresholds() -> None:
-    logits, ids, draws = torch.empty(16, 128_256), torch.arange(16), _draw_table()
+    logits, ids, draws = (
+        torch.empty(16, 128_256),
+        torch.arange(16),
+        _draw_table(),
+    )
     for count in (1, 3, 16):
         find_thresholds(logits, torch.empty(16), ids, draws, ids[:count], None)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
@@ -16,7 +15,6 @@ from tests.support.checkpoints import tiny_checkpoint
 from tests.support.engine_work import has_work
 from tests.support.prefill_core import with_role
 
-GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
 
 Outputs = dict[str, list[EngineOutput]]

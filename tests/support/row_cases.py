@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
-from kernels import DecodeInputs, DrawTable, RowState
+from engine.runtime.draws.sampler import draw_table
+from kernels import DRAW_RECORD, DecodeInputs, RowState
 
 __all__ = ["RowCase"]
 
@@ -30,12 +32,11 @@ class RowCase:
         positions = integers(num_rows, below=max_blocks * block_size)
         positions[0] = max_blocks * block_size - 1  # the last slot of the last block
         positions[-1] = 0
-        empty = torch.zeros(num_rows, dtype=torch.float64, device=device)
         rows = RowState(
             tables=tables.to(device),
             positions=positions.to(device),
             last_tokens=integers(num_rows, below=10**6).to(device),
-            draws=DrawTable(empty, empty.long(), empty, empty, empty.long()),
+            draws=draw_table(np.zeros(num_rows, DRAW_RECORD), device),
         )
         return cls(rows, block_size, device)
 

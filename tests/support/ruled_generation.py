@@ -10,8 +10,8 @@ import transformers
 
 from engine.draw_params import DrawParams
 from engine.request import EngineRequest
-from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
-from kernels import reference
+from engine.runtime.draws.sampler import draw_record, draw_table
+from kernels import DRAW_RECORD, reference
 from tests.support.checkpoints import reference_model
 from tests.support.rule_cases import expected_logits
 

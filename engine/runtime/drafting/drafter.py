@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from baton.common.request.sampling_params import SamplingParams
 from engine.batch import ChunkOutput, DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
 from engine.runtime.device import wait_for
 from engine.runtime.draws.rows import Rows
-from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record, draw_tokens
+from engine.runtime.draws.sampler import Scores, draw_record, draw_tokens
 from engine.runtime.weights.loader import LoadedModel
 from engine.speculative_config import MAX_SPECULATIVE_TOKENS
+from kernels import DRAW_RECORD
 
 __all__ = ["NO_ROWS", "Drafter", "Drawn", "ProposalJob"]
 
@@ -31,7 +33,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 _logger = logging.getLogger("baton.engine")
 
-_DUMMY_DRAW = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
+_DUMMY_DRAW = DrawParams(SamplingParams(), seed=0)
 _NUM_TIMED = 4
 
 

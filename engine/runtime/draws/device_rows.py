@@ -13,8 +13,8 @@ import kernels
 from engine.batch import ScheduledChunk, TableUpdate
 from engine.runtime.device import to_device
 from engine.runtime.draws.rows import Rows
-from engine.runtime.draws.sampler import DRAW_RECORD, draw_table, draw_words, table_of_words
-from kernels import RowState
+from engine.runtime.draws.sampler import draw_table, draw_words
+from kernels import DRAW_RECORD, DrawTable, RowState
 
 __all__ = ["DeviceRows"]
 
@@ -90,7 +90,7 @@ class DeviceRows:
         which = np.array([index for index, _ in drawing], np.int64)
         words = np.concatenate((np.stack((ids, which)), draw_words(self.host.draws[ids])))
         sent = to_device(words, state.positions.device)
-        rows, table = sent[0], table_of_words(sent[2:])
+        rows, table = sent[0], DrawTable.of_words(sent[2:])
         state.last_tokens.index_copy_(0, rows, tokens.index_select(0, sent[1]).clamp(min=0))
         for column, sent_column in zip(state.draws.columns, table.columns, strict=True):
             column.index_copy_(0, rows, sent_column)

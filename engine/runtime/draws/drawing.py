@@ -22,15 +22,8 @@ from engine.runtime.draws.logprobs import (
 )
 from engine.runtime.draws.rows import Rows, num_leading_equal
 from engine.runtime.draws.rules import RuledRows
-from engine.runtime.draws.sampler import (
-    DRAW_RECORD,
-    Scores,
-    draw_kinds,
-    draw_record,
-    draw_table,
-    draw_tokens,
-)
-from kernels import DrawTable
+from engine.runtime.draws.sampler import Scores, draw_record, draw_table, draw_tokens
+from kernels import DRAW_RECORD, DrawTable, draw_kinds
 
 __all__ = ["ChunkDraws", "DecodeRows"]
 

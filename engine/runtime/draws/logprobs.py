@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 import kernels
+from baton.common.request.sampling_params import SamplingParams
 from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk, TokenLogprobs
 from engine.draw_params import DrawParams
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
 from engine.runtime.draws.rows import Rows
-from engine.runtime.draws.sampler import Scores, draw_kinds, draw_record, draw_table
+from engine.runtime.draws.sampler import Scores, draw_record, draw_table
 from kernels.reference.sampling import scaled_logits
-from kernels.row_state import DrawTable
+from kernels.row_state import DrawTable, draw_kinds
 
 __all__ = [
     "DecodeReports",
@@ -299,7 +300,7 @@ def reports_model_logprobs(
 
 
 # Neither scales nor filters.
-_UNCHANGED = draw_record(DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0))
+_UNCHANGED = draw_record(DrawParams(SamplingParams(), seed=0))
 
 
 def part_bytes() -> int:

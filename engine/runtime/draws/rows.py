@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from engine.batch import NO_LOGPROBS, ChunkOutput, ScheduledChunk, TableUpdate
-from engine.runtime.draws.sampler import DRAW_RECORD, draw_record
+from engine.runtime.draws.sampler import draw_record
+from kernels import DRAW_RECORD
 
 __all__ = ["Rows", "drawing_rows", "drawn_tokens", "num_leading_equal"]
 

@@ -3,9 +3,10 @@
 `kernels.reference.sampling` defines how a token is drawn.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +14,11 @@ import torch
 import kernels
 from engine.draw_params import DrawParams
 from engine.runtime.device import to_device
-from kernels import DrawTable
+from kernels import DRAW_RECORD, DrawTable, draw_kinds
 
-__all__ = [
-    "DRAW_RECORD",
-    "Scores",
-    "draw_kinds",
-    "draw_record",
-    "draw_table",
-    "draw_tokens",
-    "draw_words",
-    "table_of_words",
-]
+__all__ = ["Scores", "draw_record", "draw_table", "draw_tokens", "draw_words"]
 
-DRAW_RECORD = np.dtype(
-    [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("log_min_p", "f8"), ("seed", "u8")]
-)  # `DrawParams` without rules as an element of an array
+_stated_columns = attrgetter(*(DRAW_RECORD.names or ())[:-1])  # all but the seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +54,20 @@ class Scores:
         return Scores(self.logits[start:], self.maxima[start:], self.likeliest[start:])
 
 
-def draw_record(draw: DrawParams) -> tuple[float, int, float, float, int]:
-    """Returns the parameters as an element of a `DRAW_RECORD` array."""
-    # Devices may round a logarithm differently; all of them compare with this one.
-    log_min_p = math.log(draw.min_p) if draw.min_p > 0 else -math.inf
-    return draw.temperature, draw.top_k, draw.top_p, log_min_p, draw.seed
-
-
-def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which of `[n]` of `DRAW_RECORD` are not greedy, and which of those filter by top-k,
-    top-p or min-p, each as `[n]` bool.
-    """
-    is_random = records["temperature"] > 0
-    has_limit = (records["top_k"] > 0) | (records["top_p"] < 1)
-    return is_random, is_random & (has_limit | (records["log_min_p"] > -np.inf))
+def draw_record(draw: DrawParams) -> tuple[Any, ...]:
+    """Returns the parameters, without rules, as an element of a `DRAW_RECORD` array."""
+    return *_stated_columns(draw.params), draw.seed
 
 
 def draw_words(records: np.ndarray) -> np.ndarray:
-    """Returns `[n]` of `DRAW_RECORD` as `[5, n]` int64: the bits of each field in one row."""
+    """Returns `[n]` of `DRAW_RECORD` as words for `DrawTable.of_words`."""
     num_fields = DRAW_RECORD.itemsize // 8
     return np.ascontiguousarray(records.view(np.int64).reshape(-1, num_fields).T)
 
 
-def table_of_words(words: torch.Tensor) -> DrawTable:
-    """Returns the table of the words that `draw_words` made, as views of the same memory."""
-    temperature, top_k, top_p, log_min_p, seed = words
-    return DrawTable(
-        temperature=temperature.view(torch.float64),
-        top_k=top_k,
-        top_p=top_p.view(torch.float64),
-        log_min_p=log_min_p.view(torch.float64),
-        seed=seed,
-    )
-
-
 def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
     """Copies `[n]` of `DRAW_RECORD` to the device."""
-    return table_of_words(to_device(draw_words(records), device))
+    return DrawTable.of_words(to_device(draw_words(records), device))
 
 
 def draw_tokens(

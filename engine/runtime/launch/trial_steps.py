@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from baton.common.request.sampling_params import MAX_LOGPROBS
+from baton.common.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams, LogitRules
@@ -18,7 +18,7 @@ __all__ = ["TrialSteps"]
 
 _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 32
-_DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
+_DUMMY_DRAW = DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0)
 _DUMMY_RULED_DRAW = replace(_DUMMY_DRAW, rules=LogitRules(1, repetition_penalty=2.0))
 
 

@@ -21,9 +21,9 @@ import kernels
 from engine.runtime.device import to_device
 from engine.runtime.draws.device_rows import DeviceRows
 from engine.runtime.draws.rules import RuledRows
-from engine.runtime.draws.sampler import Scores, draw_kinds
+from engine.runtime.draws.sampler import Scores
 from engine.runtime.steps.steps import StepModel
-from kernels import AttentionMetadata, DecodeInputs, RecordedStep
+from kernels import AttentionMetadata, DecodeInputs, RecordedStep, draw_kinds
 
 __all__ = ["DecodeGraphs", "DeviceDecode", "GraphRecorder", "capture_sizes", "padded_size"]
 

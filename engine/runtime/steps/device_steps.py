@@ -18,6 +18,7 @@ import torch
 from typing_extensions import override
 
 import kernels
+from baton.common.request.sampling_params import SamplingParams
 from engine.batch import ScheduledBatch, ScheduledChunk, StepOutput
 from engine.draw_params import DrawParams
 from engine.runtime.device import fetch
@@ -45,8 +46,8 @@ _MEBIBYTE = 2**20
 _MAX_WARM_UP_TOKENS = 64  # the profile run has compiled the kernels of longer ones
 # By row: without and with the kernels of top-k and top-p.
 _WARM_UP_DRAWS = (
-    DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0),
-    DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
+    DrawParams(SamplingParams(), seed=0),
+    DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0),
 )
 
 _logger = logging.getLogger("baton.engine")

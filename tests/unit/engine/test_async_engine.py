@@ -18,7 +18,6 @@ from baton.common.errors import (
 )
 from engine import step_watch as step_watch_module
 from engine.batch import ScheduledBatch, StepOutput
-from engine.draw_params import DrawParams
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.loop.async_engine import AsyncEngine
 from engine.loop.core import EngineCore
@@ -28,7 +27,6 @@ from kvstore.handoff import KvHandoff
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 from tests.support.requests import engine_request
 
-GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 PROMPT = (0, 1, 1, 0, 1)
 
 

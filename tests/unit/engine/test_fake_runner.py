@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.batch import INVALID_TOKEN, ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.draw_params import DrawParams
+from tests.support.draw_params import draw_params
 from tests.support.fake_runner import (
     GREEDY,
     FakeRunner,
@@ -51,7 +51,7 @@ def test_a_late_batch_runs_when_its_result_is_read():
 
 def test_candidates_tops_and_log_probabilities_are_those_of_the_model():
     runner = _runner()
-    draws = tuple(DrawParams(1.0, 0, 1.0, seed) for seed in range(9))
+    draws = tuple(draw_params(1.0, 0, 1.0, seed) for seed in range(9))
     chunks = (
         ScheduledChunk(0, PROMPT, 0, draws, wants_logprobs=True),
         ScheduledChunk(1, PROMPT[:1], 0, num_top=3),

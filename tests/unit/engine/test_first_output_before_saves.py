@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 
 from engine.batch import ScheduledBatch, StepOutput
-from engine.draw_params import DrawParams
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, FinishReason
 from kvstore.connector import KvConnectorScheduler
@@ -16,7 +15,6 @@ from tests.support.prefill_core import with_role
 from tests.support.requests import engine_request
 
 BLOCK_SIZE = 4
-GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 
 
 class CountingRunner(FakeRunner):

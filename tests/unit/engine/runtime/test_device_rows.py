@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledChunk, TableUpdate
-from engine.draw_params import DrawParams
 from engine.runtime.draws.device_rows import DeviceRows
-from engine.runtime.draws.sampler import DRAW_RECORD, draw_record, draw_table
+from engine.runtime.draws.sampler import draw_record, draw_table
+from kernels import DRAW_RECORD
+from tests.support.draw_params import draw_params
 
 _CPU = torch.device("cpu")
 _GROUPS, _ROWS, _BLOCKS = 2, 5, 6
@@ -47,7 +48,7 @@ def test_chunks_set_device_positions_and_decoding_rows_do_not():
 
 
 def test_keep_drawn_stores_tokens_and_draw_parameters_by_row():
-    draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3, min_p=0.5), DrawParams(1.5, 0, 1.0, 11))
+    draws = (draw_params(0.5, 7, 0.9, 2**64 - 3, min_p=0.5), draw_params(1.5, 0, 1.0, 11))
     chunks = (ScheduledChunk(4, (1, 2), 0, draws[:1]), ScheduledChunk(1, (3,), 0, draws[1:]))
     rows = _rows()
     rows.advance(chunks, np.zeros(0, np.int64))
@@ -62,7 +63,7 @@ def test_keep_drawn_stores_tokens_and_draw_parameters_by_row():
 
 
 def test_a_draw_table_equals_its_records_bit_for_bit():
-    draws = [DrawParams(0.25, 3, 0.5, 2**63, min_p=1.0), DrawParams(0.0, 0, 1.0, 1)]
+    draws = [draw_params(0.25, 3, 0.5, 2**63, min_p=1.0), draw_params(0.0, 0, 1.0, 1)]
     table = draw_table(np.array([draw_record(draw) for draw in draws], DRAW_RECORD), _CPU)
     assert table.temperature.tolist() == [0.25, 0.0]
     assert table.top_k.tolist() == [3, 0]

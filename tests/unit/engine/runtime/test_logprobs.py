@@ -8,18 +8,20 @@ from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ScheduledBatch, ScheduledCh
 from engine.draw_params import DrawParams
 from engine.runtime.draws import logprobs as module
 from engine.runtime.draws.logprobs import PromptTokens, ReportedTokens
-from engine.runtime.draws.sampler import DRAW_RECORD, Scores, draw_record
+from engine.runtime.draws.sampler import Scores, draw_record
+from kernels import DRAW_RECORD
 from kernels.reference.pointwise import row_maxima
+from tests.support.draw_params import draw_params
 from tests.support.logprob_checks import check_details
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 37
 DRAWS = (
-    DrawParams(0.0, 3, 0.5, 0),
-    DrawParams(0.5, 0, 1.0, 1),
-    DrawParams(1.5, 6, 1.0, 2),
-    DrawParams(1.0, 0, 0.6, 3),
-    DrawParams(0.8, 9, 0.8, 4),
+    draw_params(0.0, 3, 0.5, 0),
+    draw_params(0.5, 0, 1.0, 1),
+    draw_params(1.5, 6, 1.0, 2),
+    draw_params(1.0, 0, 0.6, 3),
+    draw_params(0.8, 9, 0.8, 4),
 )
 
 
@@ -88,13 +90,13 @@ def test_the_distribution_is_the_models_own_or_the_one_drawn_from(is_processed):
 
 
 def drawn_from(logits: torch.Tensor, draw: DrawParams) -> torch.Tensor:
-    if draw.temperature == 0:
+    if draw.params.temperature == 0:
         return logits.double()
-    scaled = logits.double() / draw.temperature
-    if draw.top_k:
-        scaled[scaled < scaled.sort(descending=True).values[draw.top_k - 1]] = -torch.inf
+    scaled = logits.double() / draw.params.temperature
+    if draw.params.top_k:
+        scaled[scaled < scaled.sort(descending=True).values[draw.params.top_k - 1]] = -torch.inf
     ordered, order = scaled.softmax(-1).sort(descending=True)
-    scaled[order[ordered.cumsum(-1) - ordered >= draw.top_p]] = -torch.inf
+    scaled[order[ordered.cumsum(-1) - ordered >= draw.params.top_p]] = -torch.inf
     return scaled
 
 

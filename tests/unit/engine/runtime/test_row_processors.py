@@ -8,14 +8,14 @@ import torch
 
 import kernels
 from engine.batch import INVALID_TOKEN, PROCESSOR_FAILED, ProcessedText, ScheduledChunk
-from engine.draw_params import DrawParams
 from engine.runtime.draws.logits_processors import LogitsProcessor, ProcessedRow, ProcessorContext
 from engine.runtime.draws.row_processors import RowProcessors
 from engine.runtime.draws.sampler import Scores
+from tests.support.draw_params import draw_params
 
 VOCAB_SIZE = 6
 CONTEXT = ProcessorContext(VOCAB_SIZE, torch.device("cpu"), max_rows=4, max_model_len=16)
-DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+DRAW = draw_params(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class Recorder(LogitsProcessor[list[int]]):

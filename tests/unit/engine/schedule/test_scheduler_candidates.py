@@ -6,6 +6,7 @@ import pytest
 
 from engine.draw_params import DrawParams, candidate_seed
 from engine.request import FinishReason
+from tests.support.draw_params import draw_params
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens
 from tests.support.reference_decoding import expected_results, first_beams, progress_of
@@ -35,7 +36,7 @@ def test_candidates_draw_with_seeds_of_their_own() -> None:
         tokens.setdefault(output.index, []).extend(output.token_ids)
 
     for index in range(3):
-        draw = DrawParams(1.0, 0, 1.0, candidate_seed(7, index))
+        draw = draw_params(1.0, 0, 1.0, candidate_seed(7, index))
         assert tokens[index] == expected_tokens(submitted.spec.prompt_token_ids, 9, draw)
     assert len(set(map(tuple, tokens.values()))) > 1
 

@@ -4,14 +4,13 @@ import pytest
 
 from engine.batch import DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
-from engine.draw_params import DrawParams
 from engine.groups.states import DraftState, TokenHistory
 from engine.metrics.counts import EngineMetrics
 from engine.runner import StepCosts
 from engine.speculation.drafts import Drafts
+from tests.support.draw_params import GREEDY
 
 DECODE = ScheduledBatch(1, decode_rows=(0,))
-GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 MS = 1e-3
 
 
