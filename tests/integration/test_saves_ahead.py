@@ -1,5 +1,6 @@
 """Saves that start before their step: each layer is copied once it is computed, and not before."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -10,7 +11,7 @@ import torch
 
 from kvstore.jobs import SaveJob, SaveResult
 from kvstore.registry import open_store
-from kvstore.store import StoreUnavailableError
+from kvstore.store import KvObject, StoreUnavailableError
 from kvstore.transfer_form import BlockSlicing, TransferForm
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 from tests.support.kv_urls import fresh_shm_name
@@ -107,6 +108,31 @@ def test_no_more_layers_are_saved_after_their_step_failed(store_url: str) -> Non
     assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
     rig.worker.layers_computed(STEP, 2)  # after the step ended
     assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
+    rig.worker.close()
+
+
+def test_layers_that_wait_for_a_thread_when_their_step_fails_are_not_saved(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(store_url)
+    put, entered, may_continue = rig.store.put, threading.Semaphore(0), threading.Event()
+
+    def put_later(keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        entered.release()
+        assert may_continue.wait(TIMEOUT_S)
+        put(keys, objects)
+
+    monkeypatch.setattr(rig.store, "put", put_later)
+    rig.start(saves=tuple(SaveJob(number, keys(1, 100 + number), (30,)) for number in (1, 2)))
+    for _ in range(2):  # one save in each thread
+        assert entered.acquire(timeout=TIMEOUT_S)
+    start_ahead(rig)
+    compute(rig, 0)
+    rig.worker.layers_computed(STEP, 1)
+    rig.worker.step_ended(STEP, computed=False)
+    may_continue.set()
+    assert SaveResult(0, committed=False, error="failed") in rig.results(3)
+    assert rig.store.contains_prefix(object_keys(rig, 0)) == 0
     rig.worker.close()
 
 
