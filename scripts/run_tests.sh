@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the tests that the expression $1 of marks selects, with the further arguments of pytest:
-# first those marked `alone`, then the others in two processes at once.
+# first those marked `alone`, then the others in three processes at once.
 # The closing line of the second run of pytest is the last line printed.
 set -eu
 cd "$(dirname "$0")/.."
@@ -23,9 +23,10 @@ run_part() {
 }
 
 run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
-# More threads than cores would wait for each other. In the order of the folders, the files that take
-# long do not come last.
+# Three, since tests wait for other processes and for timeouts during a fifth of their time. More
+# threads than cores would wait for each other. In the order of the folders, the files that take long
+# do not come last.
 run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+    .venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
     --no-loadscope-reorder -m "$marks and not alone" "$@"
 exit $status

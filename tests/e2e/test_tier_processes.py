@@ -60,6 +60,7 @@ async def running_tier(module, tmp_path):
         module,
         f"--model={tiny_checkpoint('llama')}",
         f"--kv-connector=file://{tmp_path}/kv",
+        "--kv-load-failure-policy=fail",  # a slow load is not given up for computing
         "--kv-cache-memory-bytes=16MiB",
         "--dtype=float32",
         "--num-threads=1",

@@ -116,8 +116,10 @@ def test_decode_loads_kv_of_another_block_size(
 
 def test_an_engine_finds_kv_saved_by_one_of_another_block_size(tmp_path: Path) -> None:
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
+    # With this policy a slow load, on a busy machine, is not given up for computing.
+    flags = {"kv_connector": url, "kv_load_failure_policy": "fail"}
     first, second = (
-        build_core(path, "both", block_size=size, kv_transfer_block_size=8, kv_connector=url)
+        build_core(path, "both", block_size=size, kv_transfer_block_size=8, **flags)
         for size in (16, 32)
     )
     requests = make_requests((43, 60))

@@ -194,7 +194,8 @@ def test_two_tiers_return_the_candidates_of_one_engine(variant: str, tmp_path: P
     requests = _all_requests()
     with (
         _engine(variant, "prefill", kv_connector=url) as prefill,
-        _engine(variant, "decode", kv_connector=url) as decode,
+        # It waits for the KV, however slowly that comes.
+        _engine(variant, "decode", kv_connector=url, kv_load_failure_policy="fail") as decode,
     ):
         answers = run_all(prefill, requests)
         handed = [hand_over(request, answers[request.spec.request_id]) for request in requests]

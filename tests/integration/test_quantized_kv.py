@@ -126,7 +126,9 @@ def test_steps_launched_ahead_change_no_token(kind: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_split_equals_whole(variant: str, tmp_path: Path) -> None:
     flags = {"kv_connector": f"file://{tmp_path}/kv"}
-    prefill, decode = build(variant, "prefill", **flags), build(variant, "decode", **flags)
+    prefill = build(variant, "prefill", **flags)
+    # It waits for the KV, however slowly that comes.
+    decode = build(variant, "decode", kv_load_failure_policy="fail", **flags)
     requests = make_requests()
     prefilled = run_all(prefill, requests)
     handed = [hand_over(request, prefilled[request.spec.request_id]) for request in requests]

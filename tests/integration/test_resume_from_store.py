@@ -26,6 +26,7 @@ def opened(url: str) -> Iterator[EngineCore]:
         num_gpu_blocks_override=64,
         num_threads=1,
         kv_connector=url,
+        kv_load_failure_policy="fail",  # a slow load is not given up for computing
     )
     with closing(build_engine(config)) as core:
         yield core

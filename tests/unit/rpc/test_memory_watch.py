@@ -27,4 +27,4 @@ def test_nearly_used_up_memory_is_a_warning_once_until_it_falls(caplog, shares, 
 
 
 async def test_nothing_is_watched_without_a_limit():
-    await asyncio.wait_for(MemoryWatch(lambda: None).run(), 5)
+    await asyncio.wait_for(MemoryWatch(lambda: None).run(), 20)

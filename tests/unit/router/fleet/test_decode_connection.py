@@ -234,7 +234,7 @@ async def test_commands_end_with_the_stream(connected):
     stub.responses.put_nowait(None)
     with pytest.raises(ReplicaLostError):
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await coming is None
 
 
