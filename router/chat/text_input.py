@@ -18,7 +18,7 @@ Steps: TypeAlias = Generator[None, None, T]
 WHITESPACE = re.compile(r"\s+")
 
 MAX_WHITESPACE = 256
-"""Maximum number of characters that `skip_whitespace` reads."""
+"""Maximum number of characters of whitespace that a parser reads at once, or holds back."""
 
 
 class TextInput:

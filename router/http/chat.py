@@ -22,10 +22,10 @@ from router.chat.output import ToolCall, whole_answer
 from router.chat_service import ChatService
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
-from router.http.chat_body import ChatBody
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, context_of, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import chat_logprobs, num_logprob_bytes
+from router.http.openai_bodies import ChatBody
 from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts

@@ -12,10 +12,10 @@ from baton.common.request.answer import CandidateOutput, TokenCounts, stated_sto
 from baton.common.request.generation import GenerationRequest
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
-from router.http.completion_body import CompletionBody
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, context_of, declared_responses
 from router.http.json_bytes import event, text_json
 from router.http.logprobs import LegacyLogprobs, num_logprob_bytes, prompt_logprobs
+from router.http.openai_bodies import CompletionBody
 from router.http.params import request_id_of, timeout_of
 from router.http.sse import DONE, Emit
 from router.http.token_texts import TokenTexts

@@ -31,8 +31,7 @@ from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
-from router.stages.continuation import HeldHandoff, Progress
-from router.stages.setbacks import Setbacks
+from router.stages.continuation import HeldHandoff, Progress, Setbacks
 
 __all__ = ["DecodeStage"]
 

@@ -6,7 +6,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given, settings
 
-from router.http.anthropic_answer import MessageAnswer, MessageStream
+from router.http.anthropic import MessageAnswer, MessageStream
 from tests.support.answer_chunks import answers, check_type
 
 

@@ -1,5 +1,6 @@
 """`ToolParser`: finds tool calls in generated text, and what all tool parsers share."""
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -7,21 +8,29 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.common.request.answer import ChatDelta, ToolCallDelta
-from router.chat.text_input import Steps, TextInput
+from router.chat.text_input import MAX_WHITESPACE, WHITESPACE, Steps, TextInput
 
 __all__ = [
+    "FENCE",
     "MAX_NAME_LENGTH",
+    "PYTHON_START",
     "AnswerBuilder",
     "CallSyntax",
     "GeneratorToolParser",
     "ToolParser",
     "json_heads",
+    "skip_closings",
+    "skip_openings",
 ]
 
-_MAX_WHITESPACE = 256
-"""Maximum length of whitespace that is held back because it may stand alone beside a call."""
 MAX_NAME_LENGTH = 256
 """Maximum number of characters of a function's name. A name is held back until it is complete."""
+FENCE = "```"
+PYTHON_START = "<|python_start|>"
+"""The tag before calls of Llama 4; `_PYTHON_END` follows them."""
+_PYTHON_END = "<|python_end|>"
+_LANGUAGE = re.compile(r"[\w+\-]+")
+_MAX_LANGUAGE_LENGTH = 32
 
 
 class AnswerBuilder:
@@ -50,7 +59,7 @@ class AnswerBuilder:
             self._content.append(text)
             return
         self._whitespace += text
-        if len(self._whitespace) > _MAX_WHITESPACE or not self._whitespace.isspace():
+        if len(self._whitespace) > MAX_WHITESPACE or not self._whitespace.isspace():
             self._release_whitespace()
 
     def start_call(self, name: str, call_id: str = "") -> None:
@@ -224,3 +233,38 @@ class GeneratorToolParser(ToolParser):
         yield from self.read()
         self.text.take_record()
         yield from self.text.copy_rest(self.answer.content)
+
+
+def skip_openings(text: TextInput, tags: Sequence[str] = ()) -> Steps[set[str]]:
+    """Reads tags and the beginnings of fenced code, with the whitespace around them.
+
+    Returns:
+        Which there were: tags, and `FENCE`.
+    """
+    found = set[str]()
+    while True:
+        yield from text.skip_whitespace()
+        tag = yield from text.skip_any((*tags, FENCE))
+        if not tag:
+            return found
+        found.add(tag)
+        if tag == FENCE:
+            yield from text.read_run(_LANGUAGE, _MAX_LANGUAGE_LENGTH)
+
+
+def skip_closings(
+    text: TextInput, openings: set[str], between: re.Pattern[str] = WHITESPACE
+) -> Steps[None]:
+    """Reads the ends of tags and fences behind calls. `text` records what is read behind them.
+
+    Args:
+        text: read up to the first text that belongs to no call.
+        openings: what was read before the calls.
+        between: what may stand between the ends, and behind them.
+    """
+    closings = (_PYTHON_END, FENCE) if FENCE in openings else (_PYTHON_END,)
+    text.record()
+    yield from text.read_run(between, MAX_WHITESPACE)
+    while (yield from text.skip_any(closings, or_beginning=True)):
+        text.record()
+        yield from text.read_run(between, MAX_WHITESPACE)

@@ -7,9 +7,8 @@ import re
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads
+from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads, skip_openings
 from router.chat.tool_parsers.json_calls import read_calls
-from router.chat.tool_parsers.wrappings import skip_openings
 
 __all__ = ["HermesToolParser"]
 

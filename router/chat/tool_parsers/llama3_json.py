@@ -8,14 +8,16 @@ import re
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads
-from router.chat.tool_parsers.json_calls import read_calls
-from router.chat.tool_parsers.wrappings import (
+from router.chat.tool_parsers.base import (
     FENCE,
     PYTHON_START,
+    CallSyntax,
+    GeneratorToolParser,
+    json_heads,
     skip_closings,
     skip_openings,
 )
+from router.chat.tool_parsers.json_calls import read_calls
 
 __all__ = ["Llama3JsonToolParser"]
 

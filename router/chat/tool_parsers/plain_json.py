@@ -6,10 +6,15 @@ The forms are those of `baton.common.request.response_format.fields_of_tools`.
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import CallSyntax, GeneratorToolParser, json_heads
+from router.chat.tool_parsers.base import (
+    CallSyntax,
+    GeneratorToolParser,
+    json_heads,
+    skip_closings,
+    skip_openings,
+)
 from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.json_values import copy_value
-from router.chat.tool_parsers.wrappings import skip_closings, skip_openings
 
 __all__ = ["ForcedCallsParser", "JsonToolParser", "NamedCallParser"]
 

@@ -9,9 +9,15 @@ import re
 from typing import ClassVar
 
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import MAX_NAME_LENGTH, CallSyntax, GeneratorToolParser
+from router.chat.tool_parsers.base import (
+    MAX_NAME_LENGTH,
+    PYTHON_START,
+    CallSyntax,
+    GeneratorToolParser,
+    skip_closings,
+    skip_openings,
+)
 from router.chat.tool_parsers.value_reader import ValueReader, skip_blanks
-from router.chat.tool_parsers.wrappings import PYTHON_START, skip_closings, skip_openings
 
 __all__ = ["PythonicToolParser"]
 

@@ -1,6 +1,18 @@
-"""`KvEventLog`: a bounded log of KV events, numbered without gaps."""
+"""`KvEventLog`: a bounded log without gaps. `KvEventFeeds`: snapshots, changes, bounds."""
 
-from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEventLog
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from engine.kv_cache.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEventFeeds,
+    KvEventLog,
+)
+from engine.wire import kv_event_responses
 
 
 def test_too_many_events_become_a_snapshot():
@@ -42,3 +54,118 @@ def test_sequence_numbers_continue_after_a_pause():
     log.record_cleared()
     assert log.take_events() == ()
     assert log.start_recording() == (CacheCleared(2),)
+
+
+class FakeRecorder:
+    """Records each request to start or stop recording; the tests deliver the events."""
+
+    def __init__(self, max_waiting=100):
+        self.requests = []
+        self.feeds = KvEventFeeds(max_waiting, self.requests.append)
+
+
+def stored_event(number, *keys, parent=None):
+    return BlocksStored(number, keys, parent)
+
+
+async def start_read(events):
+    """Starts a read of the next events and lets it wait."""
+    reading = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    return reading
+
+
+async def test_a_follower_gets_a_snapshot_and_then_changes():
+    recorder = FakeRecorder()
+    async with aclosing(recorder.feeds.follow()) as events:
+        reading = await start_read(events)
+        assert recorder.requests == [True]
+        recorder.feeds.deliver([stored_event(4, b"a")])  # recorded before the snapshot
+        recorder.feeds.deliver([CacheCleared(5), stored_event(6, b"a", b"b")])
+        assert list(await reading) == [CacheCleared(5), stored_event(6, b"a", b"b")]
+        recorder.feeds.deliver([stored_event(7, b"c")])
+        recorder.feeds.deliver([BlocksRemoved(8, (b"a",))])
+        assert list(await anext(events)) == [stored_event(7, b"c"), BlocksRemoved(8, (b"a",))]
+        assert recorder.requests == [True]
+    assert recorder.requests == [True, False]
+
+
+async def test_recording_continues_until_the_last_follower_leaves():
+    recorder = FakeRecorder()
+    async with aclosing(recorder.feeds.follow()) as first:
+        reading = await start_read(first)
+        async with aclosing(recorder.feeds.follow()) as second:
+            other = await start_read(second)
+            recorder.feeds.deliver([CacheCleared(1)])
+            assert list(await reading) == list(await other) == [CacheCleared(1)]
+        assert recorder.requests == [True, True]
+    assert recorder.requests == [True, True, False]
+
+
+async def test_a_follower_that_lags_gets_a_new_snapshot():
+    recorder = FakeRecorder(max_waiting=6)
+    async with aclosing(recorder.feeds.follow()) as events:
+        reading = await start_read(events)
+        recorder.feeds.deliver([CacheCleared(1)])
+        await reading
+        for number in range(2, 9):
+            recorder.feeds.deliver([stored_event(number, b"k")])
+        assert recorder.requests == [True]  # the follower has not read yet
+        reading = await start_read(events)
+        assert recorder.requests == [True, True]
+        recorder.feeds.deliver([BlocksRemoved(9, (b"k",))])  # useless without the dropped events
+        recorder.feeds.deliver([CacheCleared(10), stored_event(11, b"l")])
+        assert list(await reading) == [CacheCleared(10), stored_event(11, b"l")]
+        assert recorder.requests == [True, True]
+
+
+async def test_a_cleared_cache_is_a_snapshot_too():
+    recorder = FakeRecorder(max_waiting=6)
+    async with aclosing(recorder.feeds.follow()) as events:
+        reading = await start_read(events)
+        recorder.feeds.deliver([CacheCleared(1)])
+        await reading
+        recorder.feeds.deliver([stored_event(2, b"a", b"b", b"c")])
+        recorder.feeds.deliver([CacheCleared(3), stored_event(4, b"d", b"e", b"f")])
+        assert list(await anext(events)) == [CacheCleared(3), stored_event(4, b"d", b"e", b"f")]
+        assert recorder.requests == [True]
+
+
+def test_events_are_sent_in_order():
+    events = [
+        CacheCleared(1),
+        stored_event(2, b"a"),
+        stored_event(3, b"b", parent=b"a"),
+        BlocksRemoved(4, ()),
+    ]
+    (response,) = kv_event_responses(events)
+    sent = response.events
+    assert [event.sequence_number for event in sent] == [1, 2, 3, 4]
+    kinds = [event.WhichOneof("event") for event in sent]
+    assert kinds == ["cleared", "stored", "stored", "removed"]
+    assert [event.stored.HasField("parent") for event in sent[1:3]] == [False, True]
+    assert sent[2].stored.parent == b"a"
+    assert list(kv_event_responses([])) == []
+
+
+@pytest.mark.parametrize("parent", [None, b"p"])
+def test_a_large_event_comes_in_several_messages(parent):
+    keys = tuple(index.to_bytes(4, "big") for index in range(2**17 + 5))
+    events = [stored_event(7, *keys, parent=parent), BlocksRemoved(8, keys)]
+    responses = list(kv_event_responses(events))
+    parts = [event for response in responses for event in response.events]
+    assert [key for part in parts for key in part.stored.keys] == list(keys)
+    assert [key for part in parts for key in part.removed.keys] == list(keys)
+    assert (
+        max(
+            sum(len(event.stored.keys) + len(event.removed.keys) for event in response.events)
+            for response in responses
+        )
+        <= 2**16
+    )
+    follows = [part.stored for part in parts if part.HasField("stored")]
+    assert {part.sequence_number for part in parts} == {7, 8}
+    if parent is None:  # parts of a snapshot have no order
+        assert not any(part.HasField("parent") for part in follows)
+    else:
+        assert [part.parent for part in follows] == [b"p", keys[2**16 - 1], keys[2**17 - 1]]

@@ -5,7 +5,7 @@ import pytest
 from baton.common.errors import AbortedError
 from baton.common.request.answer import ToolCallDelta
 from router.http.answer_parts import AnswerParts, PartKind
-from router.http.anthropic_answer import MessageAnswer, MessageStream
+from router.http.anthropic import MessageAnswer, MessageStream
 from router.http.errors import Problem
 from router.http.responses_answer import ResponseAnswer, ResponseStream
 from router.http.responses_request import ResponsesBody, read_responses_request

@@ -22,9 +22,8 @@ from router.http.anthropic_request import (
     read_messages_request,
 )
 from router.http.bodies import SamplingBody
-from router.http.chat_body import ChatBody
-from router.http.completion_body import CompletionBody
 from router.http.errors import anthropic_error, problem_of
+from router.http.openai_bodies import ChatBody, CompletionBody
 from router.http.responses_request import ResponsesBody, read_responses_request
 
 USER = {"role": "user", "content": "Hi"}

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from router.http.anthropic_request import MessagesBody
 from router.http.bodies import Body, SamplingBody
-from router.http.chat_body import ChatBody
-from router.http.completion_body import CompletionBody
+from router.http.openai_bodies import ChatBody, CompletionBody
 from router.http.responses_request import ResponsesBody
 from router.http.tokens import DetokenizeBody
 

@@ -24,10 +24,10 @@ from baton.common.errors import (
 from router.config.http import HttpConfig
 from router.fleet.served_model import RequestLimits
 from router.http.bodies import SamplingBody
-from router.http.completion_body import CompletionBody
 from router.http.errors import Problem, anthropic_error, openai_error, problem_of
 from router.http.json_bytes import json_bytes
 from router.http.logprobs import LegacyLogprobs
+from router.http.openai_bodies import CompletionBody
 from router.http.params import stated_fields
 from router.http.sse import SseResponse, unless_client_leaves
 from router.http.token_texts import TokenTexts

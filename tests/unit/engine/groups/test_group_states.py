@@ -1,10 +1,13 @@
-"""`GroupTransfer` is written by one package; metrics of transfer jobs."""
+"""`GroupTransfer` is written by one package; the time in which transfers ran (`overlap`)."""
 
 import ast
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.groups.states import overlap
 from engine.request import FinishReason
 from kvstore.jobs import LoadResult, LookupResult, SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
@@ -12,6 +15,8 @@ from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 ROOT = Path(__file__).parents[4]
 # Methods that change the containers in `GroupTransfer`.
 MUTATORS = {"append", "extend", "pop", "clear", "update", "setdefault", "insert", "remove"}
+MOMENTS = st.integers(0, 40)
+INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS).map(sorted).map(tuple), max_size=8)
 
 
 def transfer_of(node: ast.expr) -> ast.Attribute | None:
@@ -199,3 +204,21 @@ def test_a_save_that_does_not_commit_is_a_failure(error: str, cause: str) -> Non
     prefill = MeasuredScheduler("prefill")
     prefill.report(saves=(SaveResult(start_save(prefill), committed=False, error=error),))
     assert prefill.failures() == {("save", cause): 1}
+
+
+def test_no_intervals_take_no_time():
+    assert overlap([], 5.0) == (0.0, 0.0)
+
+
+def test_time_in_which_several_intervals_overlap_counts_once():
+    assert overlap([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)], 100.0) == (7.0, 7.0)
+
+
+def test_only_time_before_the_given_moment_is_hidden():
+    assert overlap([(0.0, 2.0), (3.0, 7.0), (8.0, 9.0)], 5.0) == pytest.approx((7.0, 4.0))
+
+
+@given(INTERVALS, MOMENTS)
+def test_overlap_equals_a_count_of_seconds(intervals, until):
+    seconds = {s for start, end in intervals for s in range(start, end)}
+    assert overlap(intervals, until) == (len(seconds), sum(s < until for s in seconds))
