@@ -240,17 +240,19 @@ class RpcServer:
         under way continue.
         """
         self.begin_stop()
-        await self._take_waiting_calls()
-        self._begin_stopping()
-        await asyncio.sleep(0)  # gRPC's part, which closes the port
+        if self._stopping is None:
+            is_closed = asyncio.Event()
+            self._stopping = asyncio.ensure_future(self._stop_in_quiet(is_closed))
+            await is_closed.wait()
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits `grace_s` for those under way, then ends them."""
         self.begin_stop()
-        stopped = self._begin_stopping()
-        await asyncio.wait((stopped,), timeout=grace_s)
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._server.stop(_NO_END_S))
+        await asyncio.wait((self._stopping,), timeout=grace_s)
         self._interceptor.cut_calls()
-        await asyncio.wait((stopped,), timeout=_CUT_S)
+        await asyncio.wait((self._stopping,), timeout=_CUT_S)
         await self._server.stop(None)
         # gRPC logs a traceback for each cancelled call that the end of the event loop interrupts.
         for _ in range(_UNWINDING_TURNS):
@@ -268,10 +270,11 @@ class RpcServer:
             if self._interceptor.num_begun == num_begun:
                 return
 
-    def _begin_stopping(self) -> "asyncio.Future[None]":
-        if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._server.stop(_NO_END_S))
-        return self._stopping
+    async def _stop_in_quiet(self, is_closed: asyncio.Event) -> None:
+        """Stops the server; sets the event when its port is closed."""
+        await self._take_waiting_calls()
+        is_closed.set()  # which is noticed later: gRPC closes the port in this turn of the loop
+        await self._server.stop(_NO_END_S)
 
 
 async def serve(
