@@ -4,7 +4,6 @@ The families differ only in fields of `DecoderConfig`: biases, norms on Q and K,
 sliding windows, rotary scaling, tied embeddings.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from kernels import Cut, QkNorms, RankGroup, Rotation
@@ -42,21 +41,11 @@ class Decoder(CausalModel):
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if part.is_last else None
 
-    @property
-    @override
-    def word_embedding(self) -> Embedding | None:
-        return self.embed_tokens
-
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None
         embedded: torch.Tensor = self.embed_tokens(token_ids)
         return embedded
-
-    @property
-    @override
-    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.layers.items()
 
     @override
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
@@ -67,10 +56,6 @@ class Decoder(CausalModel):
         assert self.norm is not None
         normed: torch.Tensor = self.norm(hidden)
         return normed
-
-    @override
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden, self.embed_tokens)
 
 
 class DecoderLayer(nn.Module):

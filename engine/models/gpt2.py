@@ -1,7 +1,5 @@
 """GPT-2: learned positions, layer norms before each part, matrices stored transposed."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from typing_extensions import override
@@ -14,7 +12,7 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, TransposedFusedLinear, TransposedLinear, cut_of
+from engine.models.linear import TransposedFusedLinear, TransposedLinear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv
@@ -39,11 +37,6 @@ class Gpt2(CausalModel):
         )
         self.ln_f = nn.LayerNorm(size, eps=config.layer_norm_eps) if part.is_last else None
 
-    @property
-    @override
-    def word_embedding(self) -> Embedding | None:
-        return self.wte
-
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.wte is not None
@@ -51,20 +44,11 @@ class Gpt2(CausalModel):
         embedded: torch.Tensor = self.wte(token_ids) + self.wpe(positions)
         return embedded
 
-    @property
-    @override
-    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.h.items()
-
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.ln_f is not None
         normed: torch.Tensor = self.ln_f(hidden)
         return normed
-
-    @override
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden, self.wte)
 
 
 class _Layer(nn.Module):

@@ -84,11 +84,6 @@ class EagleHead(_Head):
         mixed: torch.Tensor = self.fc(token_ids)
         return mixed
 
-    @property
-    @override
-    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.layers.items()
-
     @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._served_logits(hidden)
@@ -124,7 +119,7 @@ class Eagle3Head(_Head):
 
     @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.norm(hidden), None)
+        return super().logits(self.norm(hidden))
 
 
 class _MixingLayer(nn.Module):

@@ -75,8 +75,8 @@ class CausalModel(nn.Module, ABC):
 
     Attributes:
         checkpoint_prefix: prefix of the names in a checkpoint.
-        embedding_name: name of the word embedding in a checkpoint, after the prefix.
-        layers_name: name of the layers in a checkpoint, after the prefix.
+        embedding_name: name of the word embedding, also in a checkpoint, after the prefix.
+        layers_name: name of the layers, also in a checkpoint, after the prefix.
         config: the model's shape.
         part: the part of the model.
         lm_head: the output head; None if it shares the embedding's weights, or another stage
@@ -129,18 +129,20 @@ class CausalModel(nn.Module, ABC):
         return f"{self.checkpoint_prefix}{self.embedding_name}.weight"
 
     @property
-    @abstractmethod
     def word_embedding(self) -> Embedding | None:
         """The embedding of token ids; None if this part has none."""
+        embedding: Embedding | None = getattr(self, self.embedding_name)
+        return embedding
 
     @abstractmethod
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the inputs of the first layer, `[num_tokens, hidden_size]`."""
 
     @property
-    @abstractmethod
     def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
         """The layers of this part, each with its number in the whole model."""
+        layers: nn.ModuleDict = getattr(self, self.layers_name)
+        return layers.items()
 
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
         """Returns the arguments of each layer between its input and its KV."""
@@ -165,13 +167,18 @@ class CausalModel(nn.Module, ABC):
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the final norm."""
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes logits: `[rows, hidden_size]` to float32 `[rows, vocab_size]`.
+        """Computes logits: `[rows, head_width]` to float32 `[rows, vocab_size]`.
 
         Only for the last stage. Ranks other than 0 return only those of their part of the
         vocabulary.
         """
+        head = self.lm_head or self.word_embedding
+        assert head is not None, "only the last stage computes logits"
+        logits = kernels.linear(hidden, head.weight, out_dtype=torch.float32)
+        if self.part.ranks is None:
+            return logits
+        return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
@@ -198,15 +205,6 @@ class CausalModel(nn.Module, ABC):
         part_layers = self.part.layers(self.config.num_layers)
         numbers = range(part_layers.start, part_layers.end)
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
-
-    def _head(self, hidden: torch.Tensor, embedding: Embedding | None) -> torch.Tensor:
-        """Applies the output head: `[rows, head_width]` to the result of `logits`."""
-        head = self.lm_head or embedding
-        assert head is not None, "only the last stage computes logits"
-        logits = kernels.linear(hidden, head.weight, out_dtype=torch.float32)
-        if self.part.ranks is None:
-            return logits
-        return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
 
 
 def checkpoint_tensors(module: nn.Module, prefix: str = "") -> dict[str, list[TensorPart]]:

@@ -1,7 +1,5 @@
 """OPT (arXiv:2205.01068): learned positions, layer norms before or after, plain MLP."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from typing_extensions import override
@@ -14,7 +12,7 @@ from engine.models.layers import (
     cached_attention,
     select_rows,
 )
-from engine.models.linear import Embedding, FusedLinear, Linear, cut_of
+from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv
@@ -43,11 +41,6 @@ class Opt(CausalModel):
         has_norm = part.is_last and config.final_norm
         self.final_layer_norm = _layer_norm(config) if has_norm else nn.Identity()
 
-    @property
-    @override
-    def word_embedding(self) -> Embedding | None:
-        return self.embed_tokens
-
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None
@@ -56,11 +49,6 @@ class Opt(CausalModel):
         placed: torch.Tensor = self.embed_positions(positions + _POSITION_OFFSET)
         return embedded + placed
 
-    @property
-    @override
-    def _numbered_layers(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.layers.items()
-
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.final_layer_norm(hidden)
@@ -68,7 +56,7 @@ class Opt(CausalModel):
 
     @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self.project_out(hidden), self.embed_tokens)
+        return super().logits(self.project_out(hidden))
 
 
 class _Layer(nn.Module):
