@@ -20,7 +20,7 @@ from router.config.security import (
     RouterSecurityConfig,
     WorkerTlsConfig,
 )
-from rpc.probe import check_health, wait_until_ready
+from rpc.probe import check_health, wait_until_ready, wait_until_serving
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import MODEL, FakeDecode, running_workers
 from tests.support.running_router import running_router, script_of
@@ -156,7 +156,7 @@ async def test_the_packages_own_clients_reach_a_router_with_tls(tmp_path, author
         text, *others = await asyncio.to_thread(complete)
         assert text
         assert others == [text, text]
-        assert await check_health(address, tls=tls) == "SERVING"
+        await wait_until_serving(address, 30, lambda: tls)
         assert await check_health(address) == "UNAVAILABLE"
         await wait_until_ready(router.service.http.address, 10, tls)
 
@@ -169,7 +169,7 @@ async def test_a_pinned_certificate_is_trusted_under_any_address(tmp_path, autho
         security = tls_config(files, "none")
         async with running_router(worker, security=security, http=HttpConfig()) as router:
             pinned, wrong = ClientTls.pinned(files.certfile), ClientTls.pinned(other.certfile)
-            assert await check_health(router.server.address, tls=pinned) == "SERVING"
+            await wait_until_serving(router.server.address, 30, lambda: pinned)
             assert await http_answers(router, pinned)
             assert await check_health(router.server.address, tls=wrong) == "UNAVAILABLE"
             assert not await http_answers(router, wrong)

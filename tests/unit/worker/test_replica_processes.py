@@ -13,7 +13,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from engine.cli_args import engine_config_from_args
 from kvstore.registry import has_fixed_host, has_fixed_port
-from rpc.probe import check_health
+from rpc.probe import wait_until_serving
 from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.tracing import TracingConfig
 from tests.support.certificates import Authority, write_files
@@ -148,7 +148,7 @@ async def test_a_set_calls_its_workers_with_their_own_certificate(tmp_path, asks
     ca_certs = authority.certificate if asks_for_certificates else None
     files = write_files(tmp_path, leaf, ca_certs)
     async with FakeDecode([1], security=ClusterSecurity(files=files)) as worker:
-        assert await check_health(worker.address, tls=tls_of_caller(files)) == "SERVING"
+        await wait_until_serving(worker.address, 30, lambda: tls_of_caller(files))
 
 
 @pytest.mark.parametrize(
