@@ -58,8 +58,8 @@ class DrawTable:
         """Returns the table whose columns have the bits of `words`, `[columns, m]` int64, as views
         of the same memory.
         """
-        columns = zip(words, _ARE_FLOATS, strict=True)
-        return cls(*(column.view(torch.float64) if real else column for column, real in columns))
+        columns = zip(words.unbind(), _ARE_FLOATS, strict=True)
+        return cls(*[column.view(torch.float64) if real else column for column, real in columns])
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
