@@ -9,6 +9,8 @@ from typing import Any
 from baton.common.errors import InvalidArgumentError
 
 __all__ = [
+    "MAX_ENTRIES",
+    "MAX_STOPS",
     "MAX_STOP_BYTES",
     "MAX_UINT32",
     "check_count",
@@ -23,15 +25,23 @@ __all__ = [
 MAX_STOP_BYTES = 256
 MAX_UINT32 = 2**32 - 1
 _MAX_LOGIT_BIASES = 1024
+MAX_STOPS = 16
+MAX_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOPS,
+    "bad_words": 256,
+    "allowed_token_ids": 2**18,  # about a megabyte in every message that carries the request
+}
+"""The most entries of each field that is a list."""
 
 
-def param_entries(field: str, value: Any, most: int) -> tuple[Any, ...]:
+def param_entries(field: str, value: Any) -> tuple[Any, ...]:
     """Returns the texts or token ids of a field; a text that stands alone is a list of one."""
     if isinstance(value, str):
         return (value,)
     kind = "token ids" if field.endswith("token_ids") else "texts"
     try:
-        check_count(field, value, most)
+        check_count(field, value, MAX_ENTRIES[field])
         entries = tuple(map(index, value) if kind == "token ids" else value)
     except TypeError:
         raise InvalidArgumentError.for_field(field, value, f"a list of {kind}") from None

@@ -15,7 +15,9 @@ from typing import Any, Literal, get_type_hints
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.json_text import compact_json
 from baton.common.request.param_checks import (
+    MAX_ENTRIES,
     MAX_STOP_BYTES,
+    MAX_STOPS,
     MAX_UINT32,
     check_float32,
     check_ids,
@@ -43,10 +45,7 @@ __all__ = [
 
 MAX_CANDIDATES = 64
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
-MAX_STOPS = 16
 MAX_LOGPROBS = 20
-_MAX_BAD_WORDS = 256
-_MAX_ALLOWED_TOKEN_IDS = 2**18  # about a megabyte in every message that carries the request
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
@@ -198,10 +197,10 @@ class SamplingParams:
         self._check_types()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name, most in _MAX_ENTRIES.items():
+        for name in MAX_ENTRIES:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, param_entries(name, value, most))
+                object.__setattr__(self, name, param_entries(name, value))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", param_biases(self.logit_bias) or None)
         if self.thinking_token_budget == -1:
@@ -350,12 +349,6 @@ _INTEGERS = tuple(
     if kind == int | None and name != "thinking_token_budget"  # whose own check refuses True
 )
 _SWITCHES = tuple(name for name, kind in PARAM_TYPES.items() if kind == bool | None)
-_MAX_ENTRIES = {
-    "stop": MAX_STOPS,
-    "stop_token_ids": MAX_STOPS,
-    "bad_words": _MAX_BAD_WORDS,
-    "allowed_token_ids": _MAX_ALLOWED_TOKEN_IDS,
-}
 _NOT_FOR_BEAMS = (
     "min_p",
     "repetition_penalty",
