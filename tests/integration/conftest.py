@@ -37,10 +37,12 @@ def suites():
     running.close()
 
 
-@pytest.fixture
-def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def loads_are_worth_it() -> Iterator[None]:
     """Makes engines of this process try every load and wait for it, even on a busy machine."""
-    monkeypatch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
+        yield
 
 
 @pytest.fixture
