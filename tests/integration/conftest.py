@@ -1,5 +1,6 @@
 """Fixtures that tests of several files share."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kv_transfer.costs import LoadCosts
 from tests.support.redis_server import RedisServer
 from tests.support.shared_compiling import SharedCompileProcesses
 
@@ -33,6 +35,14 @@ def suites():
     running = Suites()
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module")
+def loads_are_worth_it() -> Iterator[None]:
+    """Makes engines of this process try every load and wait for it, even on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
+        yield
 
 
 @pytest.fixture

@@ -222,9 +222,9 @@ def test_decode_loads_kv_of_another_type(
 def test_decode_rounds_loaded_kv_to_8_bits_as_if_it_had_computed_it(tmp_path: Path) -> None:
     """The bytes in the pool are those of bfloat16 KV after rounding."""
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
-    flags = {"dtype": "bfloat16", "kv_transfer_dtype": "bfloat16", "kv_connector": url}
-    prefill = build_core(path, "prefill", block_size=16, **flags)
-    decode = build_core(path, "decode", block_size=16, kv_cache_dtype=FP8, **flags)
+    flags = {"dtype": "bfloat16", "kv_transfer_dtype": "bfloat16"}
+    prefill = build(path, "prefill", url, block_size=16, **flags)
+    decode = build(path, "decode", url, block_size=16, kv_cache_dtype=FP8, **flags)
     (request,) = make_requests((60,))
     handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
     run_all(decode, [handed])

@@ -1,6 +1,5 @@
 """Each backend with each fault under 50 streams: right tokens or typed errors, no lost blocks."""
 
-import math
 import random
 import time
 from collections import Counter
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from baton.common.errors import AbortedError
-from engine.kv_transfer.costs import LoadCosts
 from engine.request import EngineRequest
 from kvstore import faults
 from kvstore.faults import FAULTS
@@ -20,6 +18,9 @@ from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
+
+# Only tried loads meet faults.
+pytestmark = pytest.mark.usefixtures("loads_are_worth_it")
 
 BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl", "multi")
 # Every backend and every fault runs with both.
@@ -55,12 +56,6 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(faults._Dice, "draw", noting_draw)
     return names
-
-
-@pytest.fixture(autouse=True)
-def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes engines try every load even on a busy machine, since only tried loads meet faults."""
-    monkeypatch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
 
 
 def make_requests() -> list[EngineRequest]:

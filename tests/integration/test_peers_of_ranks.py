@@ -25,6 +25,7 @@ from tests.support.requests import engine_request
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="no native kernels"),
     pytest.mark.timeout(180),
+    pytest.mark.usefixtures("loads_are_worth_it"),
 ]
 
 TOKEN = "a token of thirty-two characters"
@@ -32,7 +33,7 @@ NUM_TOKENS = 10
 PROMPT = tuple(prompt_of(43))
 
 
-def core_of_ranks(role: str, num_ranks: int, **flags: object) -> EngineCore:
+def core_of_ranks(role: str, num_ranks: int) -> EngineCore:
     return build_core(
         *(tiny_checkpoint("llama"), role),
         security=ClusterSecurity(token=TOKEN),
@@ -40,7 +41,6 @@ def core_of_ranks(role: str, num_ranks: int, **flags: object) -> EngineCore:
         kv_transfer_head_slices=2,
         kv_connector="grpc://?timeout_s=20",
         block_size=8,
-        **flags,
     )
 
 
@@ -116,8 +116,7 @@ def check_hand_over(prefill: EngineCore, decode: EngineCore) -> None:
 def test_ranks_hand_over_and_lent_blocks_come_back_if_a_rank_that_reads_them_is_killed() -> None:
     with (
         closing(core_of_ranks("prefill", 2)) as prefill,
-        # It waits for the KV, however slowly that comes.
-        closing(core_of_ranks("decode", 2, kv_load_failure_policy="fail")) as decode,
+        closing(core_of_ranks("decode", 2)) as decode,
     ):
         check_hand_over(prefill, decode)
         handed = prefill_one(prefill, "a")

@@ -59,7 +59,7 @@ class NotifyingExporter(InMemorySpanExporter):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=TIERS)
-async def traced(request, tmp_path_factory):
+async def traced(request, tmp_path_factory, loads_are_worth_it):
     exporter = NotifyingExporter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc.tracing, "_import_exporter", lambda: lambda endpoint: exporter)
