@@ -20,7 +20,8 @@ from tests.support.grpc_clients.program import ClientCall, running_client
 from tests.support.running_router import request, script_of, text_of
 from tests.support.tokenizer_folders import write_byte_level_folder
 
-# Alone: on a crowded machine gRPC may cancel calls that come while the port closes.
+# Alone, so that few calls meet grpc#41785: a call that comes while the port closes is cancelled.
+# Clients without a service config repeat those, as that of docs/grpc.md does.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(120)]
 
 TEXT = "the quick brown fox"
@@ -86,7 +87,13 @@ async def call_often(targets: Sequence[str], load: Load) -> int:
     async with channel_to(targets) as channel, asyncio.TaskGroup() as calls:
 
         async def call(streams: bool) -> None:
-            assert await text_of_call(channel, streams=streams) == TEXT
+            try:
+                text = await text_of_call(channel, streams=streams)
+            except grpc.aio.AioRpcError as error:  # grpc#41785, on a crowded machine
+                if error.code() is not grpc.StatusCode.CANCELLED:
+                    raise
+                text = await text_of_call(channel, streams=streams)
+            assert text == TEXT
 
         await call(streams=True)
         await load.begun.wait()
@@ -108,7 +115,10 @@ async def call_often_by(kind: str, targets: Sequence[str], load: Load) -> int:
             calls.append(program.start(method, message, timeoutS=20))
             await asyncio.sleep(1 / CALLS_PER_S)
         for call in calls:
-            assert await text_by_program(call) == TEXT
+            await call.ended.wait()
+            is_cut = call.code is grpc.StatusCode.CANCELLED  # grpc#41785, on a crowded machine
+            whole = await program.call("Generate", message, timeoutS=20) if is_cut else call
+            assert await text_by_program(whole) == TEXT
     return len(calls)
 
 

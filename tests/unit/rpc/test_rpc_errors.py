@@ -17,7 +17,7 @@ from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_e
 WIRE_ERRORS = [
     getattr(errors, name)
     for name in errors.__all__
-    if name not in ("BatonError", "ConfigurationError", "PromptTooLongError")
+    if name not in ("BatonError", "ConfigurationError", "PromptTooLongError", "Reason")
 ]
 
 
