@@ -8,6 +8,8 @@ required properties that are not listed, values of `enum` of another type, unkno
 such as 31 November, large `multipleOf`, bounds near 0, anchors within a regular expression. With
 `minLength`, `maxLength` and patterns such as `[^a]` or `"`, strings were no JSON: their control
 characters and quotes were not escaped.
+
+`endless_rule` finds grammars without any finite text in the EBNF that xgrammar writes them as.
 """
 
 import re

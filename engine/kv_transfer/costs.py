@@ -127,8 +127,9 @@ class LoadCosts:
         self._learn(load, now - load.started_at)
 
     def drop(self, load: LoadEstimate) -> None:
-        """Forgets a load whose end says nothing about costs, such as a failure: if it was a probe,
-        one is due again.
+        """Forgets a load whose end says nothing about costs, such as a failure.
+
+        If it was a probe and no other load runs, the next load may be a probe at once.
         """
         self._leave_out(load)
         if load.is_probe and not self._num_running:

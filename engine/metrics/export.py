@@ -12,6 +12,7 @@ from engine.request import EngineLoad
 __all__ = ["VLLM_METRICS", "EngineDescription", "EngineExport", "StatsLog", "VllmExport"]
 
 _LABELS: dict[str, None] = {"model_name": None, "engine": None}
+# The metrics of vLLM, each with the series of ours that it is the sum of.
 _VALUES: dict[str, tuple[Series, ...]] = {
     "vllm:num_requests_running": (("baton_engine_running_sequences",),),
     "vllm:num_requests_waiting": tuple(("baton_engine_waiting_requests", wait) for wait in WAITS),
@@ -104,9 +105,6 @@ def _values_of(load: EngineLoad) -> dict[Series, float]:
         ("baton_engine_preemptions", "recompute"): load.num_preemptions - load.num_swap_preemptions,
         ("baton_engine_preemptions", "swap"): load.num_swap_preemptions,
     }
-
-
-# The metrics of vLLM, each with the series of ours that it is the sum of.
 
 
 def _vllm_infos() -> Iterator[tuple[str, MetricInfo]]:

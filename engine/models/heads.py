@@ -5,6 +5,9 @@ EAGLE (arXiv:2401.15077) reads the served model's final states and uses its outp
 a part of the vocabulary. Both read, at each position, a state and the embedding of the token after
 it, and draft the token after that one. Their own state takes the place of the served model's where
 that is not known yet.
+
+Medusa (arXiv:2401.10774) has several heads, each of which drafts the token at one later place from
+the served model's final state alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +32,7 @@ __all__ = ["Eagle3Head", "EagleHead", "MedusaConfig", "MedusaHeads"]
 
 
 class _Head(CausalModel):
-    """Base of both heads.
+    """Base of both heads of EAGLE.
 
     `model(inputs, positions, kv)` takes `[num_tokens, 2 * hidden_size]` in place of token ids: per
     position the embedding of the next token, and a state. It returns the head's own states.
@@ -214,7 +217,7 @@ class MedusaHeads(nn.Module):
 
 
 class _Block(nn.Module):
-    """The residual layers of one head."""
+    """The residual layers of one Medusa head."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

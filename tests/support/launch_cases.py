@@ -88,11 +88,7 @@ def _draw_table() -> DrawTable:
 
 
 def _draws() -> None:
-    logits, ids, draws = (
-        torch.empty(3, 128_256),
-        torch.arange(3),
-        _draw_table(),
-    )
+    logits, ids, draws = torch.empty(3, 128_256), torch.arange(3), _draw_table()
     for rows in (None, ids):
         sampling.draw_tokens(
             logits,
@@ -107,11 +103,7 @@ def _draws() -> None:
 
 
 def _thresholds() -> None:
-    logits, ids, draws = (
-        torch.empty(16, 128_256),
-        torch.arange(16),
-        _draw_table(),
-    )
+    logits, ids, draws = torch.empty(16, 128_256), torch.arange(16), _draw_table()
     for count in (1, 3, 16):
         find_thresholds(logits, torch.empty(16), ids, draws, ids[:count], None)
 
