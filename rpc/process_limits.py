@@ -1,7 +1,7 @@
 """The limits of this process: open files, and memory, whose end `MemoryWatch` warns of.
 
-The process itself can say nothing then, and the first process of a container has none above it in
-there that could.
+A process that the kernel kills for lack of memory can say nothing itself, and above the first
+process of a container there is none in there that could.
 """
 
 import asyncio

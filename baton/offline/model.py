@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError
-from baton.common.request.generation import GenerationRequest
+from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.prompts import ParsedPrompt
 from baton.common.request.sampling_params import SamplingParams, over_defaults, stated_params
 from baton.common.request.wire import Params
@@ -91,7 +91,9 @@ class OfflineModel:
             FailedPreconditionError: the request limits the reasoning part, whose tags are not
                 set.
         """
-        ids_or_text = prompt.text or "" if prompt.token_ids is None else _integers(prompt.token_ids)
+        ids_or_text: TextOrTokens = prompt.text or ""
+        if prompt.token_ids is not None:
+            ids_or_text = _integers(prompt.token_ids)
         if params.seed is None and self._seeds is not None:
             params = replace(params, seed=self._seeds.getrandbits(64))
         request = GenerationRequest(

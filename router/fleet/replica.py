@@ -1,7 +1,7 @@
 """`Replica`: one connected worker, from its GetInfo to its loss.
 
 Both tiers' replicas have a load, a liveness check, a breaker and this router's reservations;
-they differ in the calls that they take (`prefill_replica`, `decode_replica`).
+they differ in the calls that they take (`tier_replicas`).
 """
 
 import asyncio

@@ -165,6 +165,5 @@ class _Candidate:
             self._last_token_id = output.token_ids[-1]
         if output.matched_stop is not None:
             output.finish_reason = "stop"
-            output.score = None
         elif output.finish_reason == "stop" and self._last_token_id in self._stop_token_ids:
             output.matched_stop = self._last_token_id

@@ -320,6 +320,7 @@ def test_without_detokenization_nothing_is_decoded(monkeypatch):
     tokenizer = load("byte_level")
     monkeypatch.setattr(Tokenizer, "decode", None)
     monkeypatch.setattr(Tokenizer, "has_text", None)
+    monkeypatch.setattr(Tokenizer, "bytes_of", None)
     stream = stream_of(tokenizer, [1, 2, 3], detokenize=False).fork()
     assert stream.push([4, 5, 6]) == ("", None, 3)
     assert stream.finish() == ("", None, 0)

@@ -1,4 +1,4 @@
-"""The steps of a tokenizer, and marks of texts that its vocabulary has twice.
+"""The steps of a tokenizer, the bytes of byte-level tokens, and marks of texts that several have.
 
 A GGUF file may have the same text under several ids, all of which a model may draw. The
 `tokenizers` package knows one id per text, so the text of each further one ends with marks,

@@ -1,7 +1,8 @@
 """`CandidateOutput`: new tokens of one candidate, from the worker to the client's protocol.
+`JoinedAnswer`: the outputs of one request, for answers that come whole.
 
-The router reads one from each message of a worker. `Completion` adds the text, a chat its parts,
-and the client's protocol is written from it.
+The router reads an output from each message of a worker, `LLM` from each output of its engine.
+`Completion` adds the text, a chat its parts, and the client's protocol is written from it.
 """
 
 from collections.abc import Callable, Collection, Sequence

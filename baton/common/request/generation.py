@@ -1,7 +1,8 @@
 """`GenerationRequest`: prompts to complete, before the model's defaults and limits apply.
 
-The HTTP front and the gRPC servicer make one per call. The sampling parameters that the client
-leaves out take the model's defaults, which is why it has the stated ones alone.
+The HTTP front and the gRPC servicer make one per call, `LLM` one per prompt. The sampling
+parameters that the client leaves out take the model's defaults, which is why it has the stated ones
+alone.
 """
 
 import uuid
