@@ -55,8 +55,8 @@ _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
 _UNWINDING_TURNS = 10  # of the event loop, in which calls that gRPC has passed on begin or end
 _QUIET_S = 0.002
+_MAX_QUIET_WAIT_S = 0.5
 _CUT_S = 0.2  # for the statuses of calls that the server ends
-_MAX_QUIET_WAITS = 100
 _NO_END_S = 1e6  # of gRPC's own grace, as the server ends the calls itself
 
 _Result = TypeVar("_Result")
@@ -264,7 +264,8 @@ class RpcServer:
         threads may have calls that came long ago.
         """
         clock = asyncio.get_running_loop().time
-        for _ in range(_MAX_QUIET_WAITS):
+        end = clock() + _MAX_QUIET_WAIT_S
+        while clock() < end:
             num_begun, began_at = self._interceptor.num_begun, clock()
             await asyncio.sleep(_QUIET_S)
             for _ in range(_UNWINDING_TURNS):

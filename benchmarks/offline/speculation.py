@@ -1,6 +1,4 @@
-"""Decodes with drafts and without them on engines in this process, and times rows of several
-known tokens.
-"""
+"""Speculation on engines in this process: decoding with and without drafts, and its steps."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What is measured: the connectors, shapes of KV, numbers of blocks, prompts."""
+"""`Plan` of `baton bench transfer`: connectors, shapes of KV, numbers of blocks, prompts."""
 
 import os
 import shutil

@@ -1,6 +1,4 @@
-"""The commands of the native library, as rows of eight-byte fields; mirrors
-`kernels/native/src/commands.h`.
-"""
+"""The native library's commands as rows of eight-byte fields, as `commands.h` declares them."""
 
 import ctypes
 import struct

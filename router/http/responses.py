@@ -1,6 +1,4 @@
-"""`/v1/responses` and `/v1/responses/input_tokens`: the part of OpenAI's Responses API that needs
-no stored responses.
-"""
+"""`/v1/responses` and its `input_tokens`: OpenAI's Responses API without stored responses."""
 
 from typing import Any
 

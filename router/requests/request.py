@@ -1,5 +1,6 @@
-"""`SpecMaker`: from a prompt to a request of an engine. `RoutedRequest`: a request ready for the
-tiers, and how it is made from a client's.
+"""From a client's prompt to a request of an engine (`SpecMaker`) and of the tiers.
+
+`RoutedRequest` is the request that is ready for the tiers.
 """
 
 import asyncio

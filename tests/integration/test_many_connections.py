@@ -1,4 +1,4 @@
-"""Connections that do nothing leave room for others, on both doors, also without descriptors."""
+"""Idle connections leave room for others, over HTTP and gRPC, also without descriptors."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""Processes to run as children, among them workers, and those that run."""
+"""Child processes: what to run (`ProcessSpec`), and those that run (`RunningProcess`)."""
 
 import asyncio
 import os

@@ -93,7 +93,7 @@ def test_a_slow_store_is_tried_with_one_load_at_a_time():
     assert not store.may_load(10)
 
 
-def test_a_probe_that_fails_leaves_the_next_load_to_be_one():
+def test_after_a_failed_probe_the_next_load_is_the_probe():
     """As while a backend is down: the first load after it must not wait for the next probe."""
     store = FakeStore(latency_s=2.0)
     for _ in range(4):

@@ -86,7 +86,7 @@ class FakeReplica:
         (("a",), (), False),
     ],
 )
-def test_workers_that_have_no_store_in_common(prefill, decode, is_apart) -> None:
+def test_a_warning_names_workers_without_a_common_store(prefill, decode, is_apart) -> None:
     agreement = StoreAgreement("tiny")
     agreement.check([FakeReplica("p", prefill)], [FakeReplica("d", decode)])
     assert bool(agreement.warning) == is_apart
@@ -95,13 +95,13 @@ def test_workers_that_have_no_store_in_common(prefill, decode, is_apart) -> None
         assert "d:7001" in agreement.warning
 
 
-def test_a_worker_of_both_tiers_meets_itself() -> None:
+def test_a_worker_of_both_tiers_shares_its_store_with_itself() -> None:
     agreement = StoreAgreement("tiny")
     agreement.check([FakeReplica("p", ("a",))], [FakeReplica("p", ("b",))])
     assert not agreement.warning
 
 
-def test_it_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_stores_are_logged_once_until_they_agree(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.router")
     agreement, prefill = StoreAgreement("tiny"), FakeReplica("p", ("a",))
     for _ in range(3):
