@@ -101,7 +101,9 @@ def test_a_worker_of_both_tiers_shares_its_store_with_itself() -> None:
     assert not agreement.warning
 
 
-def test_different_stores_are_logged_once_until_they_agree(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_stores_are_logged_once_until_they_agree(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "baton.router")
     agreement, prefill = StoreAgreement("tiny"), FakeReplica("p", ("a",))
     for _ in range(3):
