@@ -77,7 +77,7 @@ def test_a_third_partys_connector_conforms(tmp_path, suites, third_party_package
     output = check_suite(
         suites.start("good://", tmp_path / "run", python_path=third_party_packages)
     )
-    assert "test_prefix" not in output, "a connector is not a store"
+    assert "test_objects" not in output, "a connector is not a store"
 
 
 def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages):

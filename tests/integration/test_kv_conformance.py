@@ -142,7 +142,7 @@ def test_the_guides_store_conforms(tmp_path, suites):
 @pytest.mark.slow
 def test_a_third_partys_store_is_found(tmp_path, suites, third_party_packages):
     folder, packages = tmp_path / "run", third_party_packages
-    check_suite(suites.start("good://x", folder, "-k", "test_prefix", python_path=packages))
+    check_suite(suites.start("good://x", folder, "-k", "leading_keys", python_path=packages))
 
 
 @pytest.mark.slow
@@ -153,6 +153,6 @@ def test_stores_that_break_the_contract_fail(tmp_path, third_party_packages):
 
 @pytest.mark.slow
 def test_the_suite_requires_a_url(tmp_path):
-    run = run_suite(tmp_path, "-k", "test_prefix", "-x")
+    run = run_suite(tmp_path, "-k", "leading_keys", "-x")
     assert run.returncode != 0
     assert "--kv-connector URL" in run.stdout
