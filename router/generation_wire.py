@@ -1,6 +1,5 @@
 """The messages of `GenerationService` as requests, and answers as its messages."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -20,9 +19,8 @@ from baton.common.request.wire import FINISH_REASONS
 from baton.v1 import common_pb2, generation_pb2
 from router.chat.chat_request import ChatRequest, Conversation
 from router.chat.messages import conversation_of
-from router.requests.input_threads import convert_input
+from router.requests.input_threads import call_by_length, convert_input
 from router.requests.json_input import parse_json
-from router.requests.tokenizer import MAX_INLINE_LENGTH
 from router.requests.validation import MAX_PROMPTS
 
 __all__ = [
@@ -68,10 +66,9 @@ async def request_from_proto(
 
 
 async def _stated(message: generation_pb2.GenerateRequest) -> dict[str, Any]:
-    arguments = message.sampling, message.stopping, message.text_params
-    if message.sampling.ByteSize() <= MAX_INLINE_LENGTH:
-        return stated_from_proto(*arguments)
-    return await asyncio.to_thread(stated_from_proto, *arguments)
+    length = message.sampling.ByteSize()
+    parts = message.sampling, message.stopping, message.text_params
+    return await call_by_length(length, stated_from_proto, *parts)
 
 
 def _prompts(message: generation_pb2.GenerateRequest) -> Sequence[TextOrTokens]:

@@ -22,7 +22,7 @@ from baton.offline.request import OfflineRequest
 from baton.offline.tokenizer import OfflineTokenizer
 from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest
-from router.requests.tokenizer import MAX_INLINE_LENGTH
+from router.requests.input_threads import MAX_INLINE_LENGTH
 
 __all__ = ["AsyncLLM"]
 

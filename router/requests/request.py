@@ -3,11 +3,8 @@
 `RoutedRequest` is the request that is ready for the tiers.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
 
 from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import (
@@ -19,8 +16,9 @@ from baton.common.request.sampling_params import SamplingParams
 from kvstore.block_key import BlockKeyChain
 from router.fleet.served_model import RequestLimits, ServedModel
 from router.observe.request_record import RequestRecord
+from router.requests.input_threads import MAX_INLINE_LENGTH, call_by_length
 from router.requests.reasoning import marks_for
-from router.requests.tokenizer import MAX_INLINE_LENGTH, Tokenizer
+from router.requests.tokenizer import Tokenizer
 from router.requests.validation import (
     MAX_TOKENIZE_CHARS,
     check_candidates,
@@ -36,8 +34,6 @@ from router.requests.validation import (
 )
 
 __all__ = ["RoutedRequest", "SpecMaker", "prepare_request", "tokenize_prompt"]
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +197,13 @@ async def tokenize_prompt(
     add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
     """`SpecMaker.encode_prompt`, in a thread if it would delay other requests."""
-    encode = partial(
+    return await call_by_length(
+        len(prompt),
         SpecMaker(tokenizer, limits).encode_prompt,
         prompt,
         truncate_prompt_tokens,
         add_special_tokens=add_special_tokens,
     )
-    return await _in_thread_if_long(len(prompt), encode)
 
 
 async def prepare_request(
@@ -236,8 +232,9 @@ async def prepare_request(
         FailedPreconditionError: the request limits the reasoning part, which has no tags.
     """
     length = sum(map(len, (prompt, params.prediction, *params.bad_words)))
-    prepare = partial(_prepare, request, prompt, params, maker, model, deadline, record)
-    return await _in_thread_if_long(length, prepare)
+    return await call_by_length(
+        length, _prepare, request, prompt, params, maker, model, deadline, record
+    )
 
 
 def _prepare(
@@ -267,13 +264,6 @@ def _prepare(
         block_size=model.block_size,
         record=record,
     )
-
-
-async def _in_thread_if_long(length: int, function: Callable[[], _Result]) -> _Result:
-    """Calls a function of texts and tokens, of which there are `length` characters and ids."""
-    if length <= MAX_INLINE_LENGTH:
-        return function()
-    return await asyncio.to_thread(function)
 
 
 def _copied(token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """`Tokenizer`: text to token ids and back. `baton.common.model_files.files` reads its files."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +10,9 @@ from baton.common.errors import InvalidArgumentError
 from baton.common.model_files.files import open_model_files
 from baton.common.model_files.tokenizer_steps import byte_level_bytes, step_types, without_marks
 from baton.common.request.json_text import utf8_of
+from router.requests.input_threads import call_by_length
 
-__all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
-
-MAX_INLINE_LENGTH = 4096
-"""Characters or token ids that the event loop handles itself; a thread handles longer prompts,
-which would delay other requests.
-"""
+__all__ = ["Tokenizer"]
 
 _MAX_IDS_AT_ONCE = 4096  # decoded in less than a millisecond
 
@@ -102,17 +97,14 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = True, field: str = "text"
     ) -> list[int]:
         """Like `encode`; a long text is encoded off the event loop."""
-        if len(text) <= MAX_INLINE_LENGTH:
-            return self.encode(text, add_special_tokens, field)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens, field)
+        return await call_by_length(len(text), self.encode, text, add_special_tokens, field)
 
     async def decode_async(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """Like `decode`; many ids are decoded off the event loop."""
-        if len(token_ids) <= MAX_INLINE_LENGTH:
-            return self.decode(list(token_ids), skip_special_tokens)
-        return await asyncio.to_thread(self.decode, list(token_ids), skip_special_tokens)
+        ids = list(token_ids)
+        return await call_by_length(len(ids), self.decode, ids, skip_special_tokens)
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of `SamplingParams.bad_words`, chosen as vLLM chooses them.

@@ -27,9 +27,10 @@ from router.fleet.policy import PrefixIndex, wants_remote_prefill
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
+from router.requests.input_threads import MAX_INLINE_LENGTH
 from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, SpecMaker, prepare_request
-from router.requests.tokenizer import MAX_INLINE_LENGTH, Tokenizer
+from router.requests.tokenizer import Tokenizer
 from router.requests.validation import validate_request
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
