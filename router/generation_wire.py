@@ -13,7 +13,7 @@ from baton.common.request.answer import (
 )
 from baton.common.request.generation import GenerationRequest, TextOrTokens, new_request_id
 from baton.common.request.request_spec import ReasoningStart
-from baton.common.request.results import Timings
+from baton.common.request.results import STAGES, Timings
 from baton.common.request.spec_wire import stated_from_proto
 from baton.common.request.wire import FINISH_REASONS
 from baton.v1 import common_pb2, generation_pb2
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 _FINISH_REASONS = {name: number for number, name in FINISH_REASONS.items()}
-_STAGES = tuple(Timings.__slots__)
 
 
 async def request_from_proto(
@@ -202,4 +201,4 @@ def _messages(logprobs: Sequence[TokenLogprobs]) -> Iterable[common_pb2.TokenLog
 
 
 def _timings(timings: Timings) -> common_pb2.Timings:
-    return common_pb2.Timings(**{stage: getattr(timings, stage) for stage in _STAGES})
+    return common_pb2.Timings(**{stage: getattr(timings, stage) for stage in STAGES})

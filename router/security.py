@@ -2,7 +2,6 @@
 
 import ssl
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from baton.common.errors import PermissionDeniedError, UnauthenticatedError
@@ -118,9 +117,9 @@ def authorize_tenants(tenants: Tenants) -> Authorize:
 
     def authorize(method: str, context: Any) -> Tenant:
         tenant = tenants.find(_credentials_of(context))
-        running = ExitStack()
-        running.enter_context(tenant.running())
-        context.add_done_callback(lambda _: running.close())
+        running = tenant.running()
+        running.__enter__()
+        context.add_done_callback(lambda _: running.__exit__(None, None, None))
         return tenant
 
     return authorize

@@ -7,12 +7,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from baton.common.errors import BatonError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.common.request.answer import CandidateOutput, TokenCounts
-from baton.common.request.results import Timings
+from baton.common.request.results import STAGES, Timings
 from baton.common.request.sampling_params import SamplingParams
 
 __all__ = ["Attempt", "RequestRecord"]
@@ -26,7 +26,7 @@ _MIN_WAIT_S = 1e-3
 """Shorter waits are part of the choice of a replica."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Attempt:
     """One call of a worker for a request.
 
@@ -60,11 +60,11 @@ class Attempt:
             self.first_output_at = time.monotonic()
             self.cached_tokens = output.cached_tokens
         if output.stages is not None:
-            new = {stage.name: getattr(output.stages, stage.name) for stage in fields(Timings)}
-            self.timings = replace(self.timings, **{name: ms for name, ms in new.items() if ms})
+            new = {name: ms for name in STAGES if (ms := getattr(output.stages, name))}
+            self.timings = replace(self.timings, **new)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestRecord:
     """One request from its arrival to its end. Times are those of `time.monotonic()`.
 

@@ -158,11 +158,9 @@ class Pipeline:
         """
         params = await self._validated(request)
         prompts, tenant = request.prompts, tenant_of_call()
-        request = replace(
-            request,
-            cache_salt=tenant.cache_salt(request.cache_salt),
-            priority=tenant.priority(request.priority),
-        )
+        salt, priority = tenant.cache_salt(request.cache_salt), tenant.priority(request.priority)
+        if (salt, priority) != (request.cache_salt, request.priority):
+            request = replace(request, cache_salt=salt, priority=priority)
         if not request.has_several:
             return self._generate(
                 request, request.request_id, prompts[0], params, deadline, operation

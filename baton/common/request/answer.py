@@ -46,7 +46,7 @@ class TokenLogprobs(Protocol):
         """Their log-probabilities."""
 
 
-@dataclass(slots=True)
+@dataclass
 class TokenCounts:
     """Token counts of one request, which grow while it runs.
 

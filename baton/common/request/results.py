@@ -1,9 +1,10 @@
 """The results of `Client`, `AsyncClient` and `LLM`: frozen plain data."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 __all__ = [
+    "STAGES",
     "CompletionChunk",
     "CompletionOutput",
     "Logprob",
@@ -37,7 +38,7 @@ class Usage:
     rejected_prediction_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timings:
     """The time that each stage of a request took, in milliseconds.
 
@@ -53,6 +54,10 @@ class Timings:
     decode_ms: float = 0.0
     total_ms: float = 0.0
     wait_ms: float = 0.0
+
+
+STAGES = tuple(stage.name for stage in fields(Timings))
+"""The names of the fields of `Timings`."""
 
 
 @dataclass(frozen=True, slots=True)

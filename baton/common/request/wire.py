@@ -13,6 +13,7 @@ from baton.common.errors import InternalError, InvalidArgumentError
 from baton.common.request.answer import logprobs_by_token, prompt_logprobs_by_token
 from baton.common.request.prompts import ParsedPrompt, Prompt, is_single, parse_prompts
 from baton.common.request.results import (
+    STAGES,
     CompletionChunk,
     CompletionOutput,
     Logprobs,
@@ -343,4 +344,4 @@ def _parse_usage(usage: common_pb2.Usage) -> Usage:
 
 def parse_timings(timings: common_pb2.Timings) -> Timings:
     """The public form of the times per stage."""
-    return Timings(**{stage.name: getattr(timings, stage.name) for stage in fields(Timings)})
+    return Timings(**{name: getattr(timings, name) for name in STAGES})
