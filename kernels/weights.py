@@ -22,15 +22,15 @@ class WeightUse(Enum):
 
 
 class RowsOfWeight(ABC):
-    """Some rows of a weight, to be filled from a checkpoint."""
+    """Some rows of a weight, or elements of a bias, to be filled from a checkpoint."""
 
-    shape: tuple[int, int]
-    """Rows and columns."""
+    shape: tuple[int, ...]
+    """Rows, and columns of a weight."""
     nbytes: int
 
     @abstractmethod
     def copy_(self, source: torch.Tensor) -> object:
-        """Copies `source`, `[rows, columns]` of any floating dtype and strides, into the rows."""
+        """Copies `source`, of this shape and any floating dtype and strides, into the rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ does not support its value.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
@@ -47,6 +47,8 @@ class ModelConfig(ABC):
     `max_model_len` counts prompt and generated tokens together.
     `sliding_windows` has one entry per layer: the number of tokens a query sees,
     itself included, or None for all.
+    `names` has the checkpoint's names of the modules that the model names otherwise; each is one
+    component of a tensor's name, or several.
     """
 
     vocab_size: int
@@ -58,6 +60,7 @@ class ModelConfig(ABC):
     max_model_len: int
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     @abstractmethod

@@ -16,8 +16,9 @@ import kernels
 from baton.common.errors import ConfigurationError
 from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
-from engine.models.linear import Embedding, Linear, PackedModule, TensorPart, cut_of
+from engine.models.linear import Embedding, Linear, PackedModule, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
+from engine.models.tensor_parts import TensorPart, renamed_parts
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 from kvstore.transfer_form import PoolShare
@@ -66,7 +67,8 @@ class KeptStates:
 class CausalModel(nn.Module, ABC):
     """A decoder-only model, or a part of one: `model(inputs, positions, kv)`, then `logits`.
 
-    Submodules have the names of the checkpoint, without `checkpoint_prefix`.
+    Submodules have the names of the checkpoint, without `checkpoint_prefix`, or those that
+    `ModelConfig.names` maps to the checkpoint's.
 
     Args:
         config: the model's shape.
@@ -182,7 +184,7 @@ class CausalModel(nn.Module, ABC):
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
-        return checkpoint_tensors(self, self.checkpoint_prefix)
+        return checkpoint_tensors(self, self.checkpoint_prefix, self.config.names)
 
     def num_weights(self) -> int:
         """Returns the number of weights that this rank has."""
@@ -207,17 +209,20 @@ class CausalModel(nn.Module, ABC):
         return nn.ModuleDict({str(number): make_layer(number) for number in numbers})
 
 
-def checkpoint_tensors(module: nn.Module, prefix: str = "") -> dict[str, list[TensorPart]]:
+def checkpoint_tensors(
+    module: nn.Module, prefix: str = "", names: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, list[TensorPart]]:
     """Returns the parts of a checkpoint's tensors that a module has, by name.
 
     Args:
         module: a model or a part of one.
         prefix: prefix of the names in the checkpoint, but for the output head's.
+        names: the family's names of modules, see `ModelConfig.names`.
     """
     tensors: dict[str, list[TensorPart]] = {}
     for path, submodule in module.named_modules():
         full_path = path if path == "lm_head" else prefix + path
-        for part in _parts_of(submodule, full_path):
+        for part in renamed_parts(_parts_of(submodule, full_path), names):
             tensors.setdefault(part.name, []).append(part)
     return tensors
 

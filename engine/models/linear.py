@@ -10,15 +10,17 @@ results are added up over the ranks. Sums are in float32 and rounded once, as on
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 import kernels
-from kernels import Cut, RankGroup, RowsOfWeight, Weight, WeightUse
+from engine.models.tensor_parts import OrderedRows, TensorPart, transposed_parts
+from kernels import Cut, RankGroup, Weight, WeightUse
 
 __all__ = [
     "Embedding",
@@ -26,50 +28,12 @@ __all__ = [
     "GatedLinear",
     "Linear",
     "PackedModule",
-    "TensorPart",
     "TransposedFusedLinear",
     "TransposedLinear",
-    "WeightTarget",
     "cut_of",
 ]
 
-WeightTarget = torch.Tensor | RowsOfWeight
-"""The target of a part of a tensor of the checkpoint: it has the part's shape, and `copy_`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPart:
-    """A part of a tensor of the checkpoint, and its target.
-
-    Attributes:
-        name: the tensor's.
-        target: the place for the part.
-        cuts: per axis of the tensor, the range that the part is.
-    """
-
-    name: str
-    target: WeightTarget
-    cuts: tuple[Cut, ...]
-
-    @classmethod
-    def whole(cls, name: str, target: WeightTarget) -> "TensorPart":
-        """The part that is the whole tensor."""
-        return cls(name, target, tuple(Cut.whole(size) for size in target.shape))
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return tuple(cut.total for cut in self.cuts)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
-        return all(cut.is_whole for cut in self.cuts)
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The part as an index of the whole tensor."""
-        return tuple(cut.slice for cut in self.cuts)
+_NO_ORDERS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def cut_of(total: int, ranks: RankGroup | None) -> Cut:
@@ -181,118 +145,124 @@ class TransposedLinear(Linear):
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        return map(_transposed, super().checkpoint_tensors(path))
+        return transposed_parts(super().checkpoint_tensors(path))
 
 
-class FusedLinear(PackedModule):
+class _JoinedLayers(PackedModule):
     """Several linear layers with the same input, computed as one matrix.
 
     Args:
         in_features: width of the input, or the range of it that this matrix reads.
         parts: per layer, by checkpoint name, its outputs on this rank; in their order.
+        use: the kernels that read the matrix.
         bias: whether the layers have biases.
+        is_joined: whether the checkpoint too has one tensor for all of them, under this module's
+            name. Otherwise each has one, and the layers' names replace this module's.
+        row_orders: by name of a layer, the order of its rows as `OrderedRows` takes it; the others
+            have the checkpoint's.
     """
 
-    def __init__(self, in_features: int | Cut, parts: Mapping[str, Cut], *, bias: bool) -> None:
+    def __init__(
+        self,
+        in_features: int | Cut,
+        parts: Mapping[str, Cut],
+        use: WeightUse,
+        *,
+        bias: bool,
+        is_joined: bool = False,
+        row_orders: Mapping[str, torch.Tensor] = _NO_ORDERS,
+    ) -> None:
         num_outputs, inputs = sum(part.size for part in parts.values()), _as_cut(in_features)
-        super().__init__(num_outputs, inputs.size, WeightUse.LINEAR)
+        super().__init__(num_outputs, inputs.size, use)
         self.bias = nn.Parameter(torch.empty(num_outputs)) if bias else None
         self.inputs, self.parts = inputs, dict(parts)
+        self._is_joined, self._row_orders = is_joined, row_orders
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        if self._is_one_part:
+            yield from self._tensors(f"{path}.", 0, Cut.whole(self.weight.num_rows))
+            return
+        parent, first, stored_first = path.rpartition(".")[0], 0, 0
+        total = sum(cut.total for cut in self.parts.values())
+        for name, cut in self.parts.items():
+            if self._is_joined:
+                stored = Cut(total, stored_first + cut.start, stored_first + cut.end)
+                parts = self._tensors(f"{path}.", first, stored)
+            else:
+                parts = self._tensors(f"{parent}.{name}.", first, cut)
+            order = self._row_orders.get(name)
+            for part in parts:
+                target = part.target if order is None else OrderedRows(part.target, order)
+                yield replace(part, target=target)
+            first, stored_first = first + cut.size, stored_first + cut.total
+
+    @property
+    def _is_one_part(self) -> bool:
+        """Whether a tensor of the checkpoint is this module's; such a tensor is read fastest."""
+        is_whole = self._is_joined and all(part.is_whole for part in self.parts.values())
+        return is_whole and self.weight.use is WeightUse.LINEAR and not self._row_orders
+
+    def _tensors(self, prefix: str, first: int, stored: Cut) -> Iterator[TensorPart]:
+        """Yields the rows from `first` on of weight and bias, which are the rows `stored` there."""
+        rows = self.weight.rows(first, stored.size)
+        yield TensorPart(f"{prefix}weight", rows, (stored, self.inputs))
+        if self.bias is not None:
+            yield TensorPart(f"{prefix}bias", self.bias[first : first + stored.size], (stored,))
+
+
+class FusedLinear(_JoinedLayers):
+    """Several linear layers with the same input, whose outputs lie side by side.
+
+    Args:
+        in_features: as those of `_JoinedLayers`, whose further arguments it takes too.
+        parts: per layer, by checkpoint name, its outputs on this rank; in their order.
+        bias: whether the layers have biases.
+        **storage: how the checkpoint stores them.
+    """
+
+    def __init__(
+        self, in_features: int | Cut, parts: Mapping[str, Cut], *, bias: bool, **storage: Any
+    ) -> None:
+        super().__init__(in_features, parts, WeightUse.LINEAR, bias=bias, **storage)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `[rows, in_features]` to the layers' outputs side by side, plus `residual`."""
         return kernels.linear(hidden, self.weight, self.bias, residual)
 
-    @override
-    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        """Yields the layers' weights and biases, whose names replace the last part of `path`."""
-        return _tensors_of_parts(self.inputs, self.parts, self.weight, self.bias, path)
-
 
 class TransposedFusedLinear(FusedLinear):
     """Fused layers that are one tensor in the checkpoint too, stored as `[in, out]`."""
 
+    def __init__(self, in_features: int | Cut, parts: Mapping[str, Cut], *, bias: bool) -> None:
+        super().__init__(in_features, parts, bias=bias, is_joined=True)
+
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        if all(part.is_whole for part in self.parts.values()):
-            yield _transposed(
-                TensorPart.whole(f"{path}.weight", self.weight.rows(0, self.weight.num_rows))
-            )
-            if self.bias is not None:
-                yield TensorPart.whole(f"{path}.bias", self.bias)
-            return
-        total = sum(part.total for part in self.parts.values())
-        ends = accumulate(part.total for part in self.parts.values())
-        firsts = {
-            name: end - self.parts[name].total for name, end in zip(self.parts, ends, strict=True)
-        }
-        for part in super().checkpoint_tensors(path):
-            _, layer, kind = part.name.rsplit(".", 2)
-            cut_of_part, first = part.cuts[0], firsts[layer]
-            cut = Cut(total, first + cut_of_part.start, first + cut_of_part.end)
-            moved = TensorPart(f"{path}.{kind}", part.target, (cut, *part.cuts[1:]))
-            yield _transposed(moved)
+        return transposed_parts(super().checkpoint_tensors(path))
 
 
-class GatedLinear(PackedModule):
+class GatedLinear(_JoinedLayers):
     """The gated product `silu(gate(hidden)) * up(hidden)`.
 
     Args:
         in_features: width of the input.
         out_features: width of the output and of each of the two layers, on this rank.
         bias: whether the layers have biases.
+        is_joined: whether the checkpoint has one tensor for both, the gate's rows first.
     """
 
-    def __init__(self, in_features: int, out_features: Cut, *, bias: bool) -> None:
-        super().__init__(2 * out_features.size, in_features, WeightUse.GATED_LINEAR)
-        self.parts = {"gate_proj": out_features, "up_proj": out_features}
-        self.bias = nn.Parameter(torch.empty(2 * out_features.size)) if bias else None
+    def __init__(
+        self, in_features: int, out_features: Cut, *, bias: bool, is_joined: bool = False
+    ) -> None:
+        parts = {"gate_proj": out_features, "up_proj": out_features}
+        use = WeightUse.GATED_LINEAR
+        super().__init__(in_features, parts, use, bias=bias, is_joined=is_joined)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]`."""
         return kernels.linear_silu_and_mul(hidden, self.weight, self.bias)
 
-    @override
-    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        inputs = Cut.whole(self.weight.num_columns)
-        return _tensors_of_parts(inputs, self.parts, self.weight, self.bias, path)
-
-
-class _TransposedRows(RowsOfWeight):
-    """A target that stores the transpose of a checkpoint tensor.
-
-    Args:
-        target: the matrix in the model's orientation.
-    """
-
-    def __init__(self, target: WeightTarget) -> None:
-        self.shape = (target.shape[1], target.shape[0])
-        self.nbytes = target.nbytes
-        self._target = target
-
-    @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source.t())
-
 
 def _as_cut(features: int | Cut) -> Cut:
     return Cut.whole(features) if isinstance(features, int) else features
-
-
-def _transposed(part: TensorPart) -> TensorPart:
-    """Returns a part of the transposed tensor; that of a bias is unchanged."""
-    if len(part.cuts) == 1:
-        return part
-    return TensorPart(part.name, _TransposedRows(part.target), part.cuts[::-1])
-
-
-def _tensors_of_parts(
-    inputs: Cut, parts: Mapping[str, Cut], weight: Weight, bias: torch.Tensor | None, path: str
-) -> Iterator[TensorPart]:
-    """Yields the tensors of layers in one matrix, whose names replace the last part of `path`."""
-    parent, first = path.rpartition(".")[0], 0
-    for name, cut in parts.items():
-        yield TensorPart(f"{parent}.{name}.weight", weight.rows(first, cut.size), (cut, inputs))
-        if bias is not None:
-            yield TensorPart(f"{parent}.{name}.bias", bias[first : first + cut.size], (cut,))
-        first += cut.size

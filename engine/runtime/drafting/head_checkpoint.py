@@ -19,7 +19,7 @@ from engine.models.config import DecoderConfig, decoder_config
 from engine.models.config_fields import ConfigFields
 from engine.models.heads import Eagle3Head, EagleHead, MedusaConfig, MedusaHeads
 from engine.models.layers import CausalModel, checkpoint_tensors
-from engine.models.linear import TensorPart
+from engine.models.tensor_parts import TensorPart
 from engine.runtime.weights.checkpoint import one_line, open_checkpoint
 from engine.runtime.weights.loader import LoadedModel, allocate_modules
 from engine.runtime.weights.stored_tensors import is_without_effect

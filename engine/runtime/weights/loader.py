@@ -26,8 +26,9 @@ from tqdm import tqdm
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
 from engine.models.layers import CausalModel
-from engine.models.linear import PackedModule, TensorPart, WeightTarget
+from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
+from engine.models.tensor_parts import TensorPart, WeightTarget
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids

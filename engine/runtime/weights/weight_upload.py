@@ -22,7 +22,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import unreadable
-from engine.models.linear import WeightTarget
+from engine.models.tensor_parts import WeightTarget
 
 __all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
 

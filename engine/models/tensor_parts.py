@@ -1,0 +1,140 @@
+"""Parts of a checkpoint's tensors, and their targets in the memory of a model.
+
+A target copies the elements that the loader reads. It may store them in another order than the
+checkpoint: transposed, or with other rows.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from typing_extensions import override
+
+from kernels import Cut, RowsOfWeight
+
+__all__ = [
+    "OrderedRows",
+    "TensorPart",
+    "WeightTarget",
+    "half_split_order",
+    "renamed_parts",
+    "transposed_parts",
+]
+
+WeightTarget = torch.Tensor | RowsOfWeight
+"""The target of a part of a tensor of the checkpoint: it has the part's shape, and `copy_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A part of a tensor of the checkpoint, and its target.
+
+    Attributes:
+        name: the tensor's.
+        target: the place for the part.
+        cuts: per axis of the tensor, the range that the part is.
+    """
+
+    name: str
+    target: WeightTarget
+    cuts: tuple[Cut, ...]
+
+    @classmethod
+    def whole(cls, name: str, target: WeightTarget) -> "TensorPart":
+        """The part that is the whole tensor."""
+        return cls(name, target, tuple(Cut.whole(size) for size in target.shape))
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(cut.total for cut in self.cuts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return all(cut.is_whole for cut in self.cuts)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as an index of the whole tensor."""
+        return tuple(cut.slice for cut in self.cuts)
+
+
+class OrderedRows(RowsOfWeight):
+    """A target whose rows, or elements of a bias, have another order than the checkpoint's.
+
+    Args:
+        target: the rows in the model's order.
+        order: `[n]` int64 on the CPU, where `n` divides the number of rows. Row i of each group of
+            `n` rows is row `order[i]` of the same group in the checkpoint.
+    """
+
+    def __init__(self, target: WeightTarget, order: torch.Tensor) -> None:
+        self.shape, self.nbytes = tuple(target.shape), target.nbytes
+        self._target, self._order = target, order
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        groups = source.view(-1, len(self._order), *source.shape[1:])
+        ordered = groups.index_select(1, self._order.to(source.device))
+        self._target.copy_(ordered.flatten(0, 1))
+
+
+class _TransposedRows(RowsOfWeight):
+    """A target that stores the transpose of a checkpoint tensor.
+
+    Args:
+        target: the matrix in the model's orientation.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        self.shape = (target.shape[1], target.shape[0])
+        self.nbytes = target.nbytes
+        self._target = target
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        self._target.copy_(source.t())
+
+
+def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Returns the `OrderedRows` of heads whose checkpoint pairs neighbours in rotary embedding.
+
+    Element i of the rotary part's first half is element 2i of the checkpoint's head, and element i
+    of its second half is element 2i + 1. Attention scores do not change if Q and K have the same
+    order, so the kernels need to know only pairs of one kind.
+
+    Args:
+        head_dim: width of a head.
+        rotary_dim: number of its first elements that are rotated, even.
+    """
+    elements = torch.arange(head_dim, device="cpu")
+    rotated = elements[:rotary_dim]
+    return torch.cat((rotated[0::2], rotated[1::2], elements[rotary_dim:]))
+
+
+def transposed_parts(parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
+    """Yields the parts of tensors that the checkpoint stores transposed; biases are unchanged."""
+    for part in parts:
+        if len(part.cuts) == 1:
+            yield part
+        else:
+            yield TensorPart(part.name, _TransposedRows(part.target), part.cuts[::-1])
+
+
+def renamed_parts(parts: Iterable[TensorPart], names: Mapping[str, str]) -> Iterator[TensorPart]:
+    """Yields parts under a family's names.
+
+    Args:
+        parts: the parts under the names of the model's modules.
+        names: the family's name of a module by the model's. Each is one component of a tensor's
+            name, or several, as in `self_attn.o_proj`; of two that match, the longer one counts.
+    """
+    if not names:
+        yield from parts
+        return
+    longest_first = sorted(names, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
+    for part in parts:
+        yield replace(part, name=pattern.sub(lambda match: names[match[1]], part.name))
