@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kernels.host import *  # noqa: F403
+    from kernels.layer_kinds import *  # noqa: F403
     from kernels.paged_kv import *  # noqa: F403
     from kernels.ranks import *  # noqa: F403
     from kernels.recorded_step import *  # noqa: F403
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
     from kernels.row_state import *  # noqa: F403
     from kernels.weights import *  # noqa: F403
 else:
-    _MODULES = ("host", "paged_kv", "ranks", "recorded_step", "row_state", "weights")
+    _MODULES = (
+        "host",
+        "layer_kinds",
+        "paged_kv",
+        "ranks",
+        "recorded_step",
+        "row_state",
+        "weights",
+    )
 
     def _public_names() -> dict[str, Any]:
         """Returns the exports of these modules, and dispatched kernels in place of references."""

@@ -72,7 +72,7 @@ def _command(code: int, fields: str) -> CommandType:
 
 LINEAR = _command(0, "i pi ii pi p pi i wi i")
 TAKE_ROWS = _command(1, "i piii ii pi w i")
-RMS_NORM = _command(2, "i pi ii p d w")
+RMS_NORM = _command(2, "i pi ii p d i pi w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")
 PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")

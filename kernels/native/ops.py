@@ -10,6 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
+from kernels.layer_kinds import NormKind
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
@@ -103,9 +104,18 @@ def linear_silu_and_mul(
 
 
 @NATIVE.implements(reference.rms_norm)
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    kind: NormKind = NormKind.ROUNDED,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     assert is_vector(weight, hidden.shape[-1], hidden.dtype)
     rows = _rows(hidden.flatten(0, -2))
+    if residual is not None:
+        residual = _residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
     out = torch.empty(hidden.shape, dtype=hidden.dtype)
     run_command(
         commands.RMS_NORM,
@@ -115,6 +125,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
         *rows.shape,
         weight.data_ptr(),
         eps,
+        kind.value,
+        *_residual_fields(residual),
         out.data_ptr(),
         keep=(rows, out),
     )
@@ -196,9 +208,7 @@ def _linear(
     assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
     out_features = weight.num_rows // 2 if activation else weight.num_rows
     if residual is not None:
-        assert residual.dtype == rows.dtype
-        assert residual.shape == (len(rows), out_features)
-        residual = _rows(residual)
+        residual = _residual_rows(residual, rows.dtype, (len(rows), out_features))
     out = torch.empty((len(rows), out_features), dtype=out_dtype)
     run_command(
         commands.LINEAR,
@@ -209,8 +219,7 @@ def _linear(
         weight.data.data_ptr(),
         out_features,
         0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride(0),
+        *_residual_fields(residual),
         activation,
         out.data_ptr(),
         out_features,
@@ -281,6 +290,20 @@ def _library() -> NativeKernels:
     if library is None:
         raise RuntimeError("no native library is loaded")
     return library
+
+
+def _residual_rows(
+    residual: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Returns a residual as the library reads it, `[rows, columns]`."""
+    assert residual.dtype == dtype
+    assert residual.shape == shape
+    return _rows(residual)
+
+
+def _residual_fields(residual: torch.Tensor | None) -> tuple[int, int]:
+    """Returns the address and the stride of a residual's rows; zeros if there is none."""
+    return (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
 
 
 def _rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -3,23 +3,39 @@
 import torch
 
 from kernels.dispatch import kernel
+from kernels.layer_kinds import NormKind
 from kernels.paged_kv import Rotation
 
 __all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
 
 
 @kernel("hidden.device", "hidden.dtype")
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    kind: NormKind = NormKind.ROUNDED,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Computes `hidden / sqrt(mean(hidden^2) + eps) * weight` by row (arXiv:1910.07467).
 
     Args:
         hidden: `[..., size]`.
         weight: `[size]`.
         eps: added to the mean of squares.
+        kind: where the result is rounded, and whether 1 is added to the weight.
+        residual: added to the rounded result; shaped as `hidden`, and not overlapping it. Its
+            memory may be reused for the result.
     """
     wide = hidden.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(hidden.dtype)
+    if kind is NormKind.ROUNDED:
+        normed = weight * wide.to(hidden.dtype)
+    else:
+        factors = weight.float() + 1.0 if kind is NormKind.OFFSET else weight.float()
+        normed = (wide * factors).to(hidden.dtype)
+    return normed if residual is None else residual + normed
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,41 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
+from kernels.layer_kinds import NormKind
 from kernels.paged_kv import Rotation
 from kernels.triton.launch import launch_table
 
-__all__ = ["rms_norm", "rotary_angles", "row_maxima", "with_dense_columns"]
+__all__ = ["rms_norm", "rotary_angles", "row_maxima", "times_weight", "with_dense_columns"]
+
+_WIDE, _OFFSET = tl.constexpr(NormKind.WIDE.value), tl.constexpr(NormKind.OFFSET.value)
 
 
 @TRITON.implements(reference.rms_norm)
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    kind: NormKind = NormKind.ROUNDED,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     size = hidden.shape[-1]
     rows = with_dense_columns(hidden.flatten(0, -2))
+    if residual is not None:
+        assert residual.shape == hidden.shape
+        residual = with_dense_columns(residual.flatten(0, -2))
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     launch = launch_table(hidden.device).row_norm.for_size(size)
     _rms_norm_kernel[(len(rows),)](
         rows,
         weight.contiguous(),
+        residual,
         out,
         rows.stride(0),
+        0 if residual is None else residual.stride(0),
         size,
         eps,
+        KIND=kind.value,
         BLOCK=triton.next_power_of_2(size),
         num_warps=launch.num_warps,
     )
@@ -32,17 +48,43 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 @triton.jit
-def _rms_norm_kernel(hidden, weight, out, row_stride, size, eps, BLOCK: tl.constexpr):
-    """`out = hidden / sqrt(mean(hidden^2) + eps) * weight`; program i computes row i."""
+def _rms_norm_kernel(
+    hidden,
+    weight,
+    residual,
+    out,
+    row_stride,
+    residual_stride,
+    size,
+    eps,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out = hidden / sqrt(mean(hidden^2) + eps) * weight + residual`; program i computes row i."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
     wide = tl.load(hidden + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    # Rounded before the product with the weight, as in the models' training.
-    normed = wide.to(out.dtype.element_ty).to(tl.float32) * scale
+    normed = times_weight(wide, scale, out, KIND).to(out.dtype.element_ty)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
+        normed = normed.to(tl.float32) + added.to(tl.float32)
     tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def times_weight(normed, weight, like, KIND: tl.constexpr):
+    """Multiplies normalized values by a norm's weight, all float32; see `NormKind`.
+
+    They are rounded to the type that `like` points to if the norm's kind says so.
+    """
+    if KIND == _WIDE:
+        return normed * weight
+    if KIND == _OFFSET:
+        return normed * (1.0 + weight)
+    return normed.to(like.dtype.element_ty).to(tl.float32) * weight
 
 
 @TRITON.implements(reference.rotary_angles)

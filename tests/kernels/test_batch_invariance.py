@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import WeightUse
+from kernels import NormKind, WeightUse
 from tests.support.attention_cases import make_case
 from tests.support.checkpoints import prompt_of
 from tests.support.kernel_checks import DTYPES, filled_weight, native_only, normal, on_threads
@@ -20,6 +20,7 @@ from tests.support.paged_session import PagedSession, loaded
 
 pytestmark = native_only("torch's sums depend on the size of a batch")
 
+LAYERS = ["linear", "head", "gated", "norm", "post norm"]
 ROW_RANGES = [(first, first + count) for count in (*range(1, 30), 48, 60) for first in (0, 40)]
 SEQ_LEN = 330
 CHUNKS = [*[(start, 1) for start in (0, 1, 63, 64, 127, 128, 200, 329)], (1, 2), (60, 9)]
@@ -37,11 +38,14 @@ def layers(dtype):
         "head": lambda rows, part: kernels.linear(rows, plain, out_dtype=torch.float32),
         "gated": lambda rows, part: kernels.linear_silu_and_mul(rows, gated),
         "norm": lambda rows, part: kernels.rms_norm(rows, norm, 1e-5),
+        "post norm": lambda rows, part: kernels.rms_norm(
+            rows, norm, 1e-5, kind=NormKind.OFFSET, residual=rows
+        ),
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["linear", "head", "gated", "norm"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_row_does_not_depend_on_other_rows(name, dtype):
     run, hidden = layers(dtype)[name], normal(100, 90, dtype=dtype, seed=4)
     whole = run(hidden, slice(None))
@@ -51,7 +55,7 @@ def test_a_row_does_not_depend_on_other_rows(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["linear", "head", "gated", "norm"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_row_does_not_depend_on_the_number_of_threads(name, dtype):
     run, hidden = layers(dtype)[name], normal(100, 90, dtype=dtype, seed=4)
     results = on_threads([1, 2, 3, 7], lambda: run(hidden, slice(None)))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
+from kernels import NormKind
 from tests.support.kernel_checks import DTYPES, assert_within, eps_of, normal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -16,15 +17,24 @@ EPS32 = eps_of(torch.float32)
 SIZES = [1, 5, 15, 16, 17, 31, 33, 100, 768, 2817]
 
 
-def check_rms_norm(hidden, weight, eps=1e-5):
-    out = kernels.rms_norm(hidden, weight, eps)
+def check_rms_norm(hidden, weight, eps=1e-5, kind=NormKind.ROUNDED, residual=None):
+    added = None if residual is None else residual.clone()
+    out = kernels.rms_norm(hidden, weight, eps, kind=kind, residual=added)
     wide = hidden.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    factors = weight.double() + (1.0 if kind is NormKind.OFFSET else 0.0)
+    expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * factors
     assert out.shape == hidden.shape
     assert out.dtype == hidden.dtype
-    # Rounded before and after the weight is applied; the mean is a sum in float32.
+    # The mean is a sum in float32; half an eps of error for each rounding to the type.
+    num_roundings = 2 if kind is NormKind.ROUNDED else 1
     num_eps = 4 + hidden.shape[-1] ** 0.5 / 4
-    assert_within(out, expected, (eps_of(hidden.dtype) + num_eps * EPS32) * expected.abs())
+    factor_eps = EPS32 if kind is NormKind.OFFSET else 0.0  # near -1, 1 + weight loses digits
+    bound = (num_roundings * eps_of(hidden.dtype) / 2 + num_eps * EPS32) * expected.abs()
+    bound = bound + factor_eps * (expected / factors).abs().nan_to_num()
+    if residual is not None:
+        expected = expected + residual.double()
+        bound = bound + (eps_of(hidden.dtype) / 2 + EPS32) * expected.abs()
+    assert_within(out, expected, bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,15 +44,36 @@ def test_rms_norm(rows, size, dtype):
     check_rms_norm(normal(rows, size, dtype=dtype) * 3, normal(size, dtype=dtype, seed=1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 40),
     size=st.integers(1, 300),
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([1e-6, 1e-2, 1.0, 1e4]),
+    kind=st.sampled_from(NormKind),
+    has_residual=st.booleans(),
 )
-def test_rms_norm_of_any_shape(rows, size, dtype, scale):
-    check_rms_norm(normal(rows, size, dtype=dtype) * scale, normal(size, dtype=dtype, seed=1))
+def test_rms_norm_of_any_shape(rows, size, dtype, scale, kind, has_residual):
+    hidden, weight = normal(rows, size, dtype=dtype) * scale, normal(size, dtype=dtype, seed=1)
+    residual = normal(rows, size, dtype=dtype, seed=2) if has_residual else None
+    check_rms_norm(hidden, weight, kind=kind, residual=residual)
+
+
+@pytest.mark.parametrize("kind", NormKind)
+def test_norms_round_as_transformers_models_do(kind):
+    """One rounding more or less changes some of 5000 numbers."""
+    hidden, weight = normal(5, 1000, dtype=torch.bfloat16), normal(1000, seed=1).bfloat16()
+    normed = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    factors = weight.double() + (1.0 if kind is NormKind.OFFSET else 0.0)
+    if kind is NormKind.ROUNDED:
+        normed = normed.bfloat16().double()
+    expected = (normed * factors).bfloat16()
+    out = kernels.rms_norm(hidden, weight, 1e-6, kind=kind)
+    num_different = int((out != expected).sum())
+    assert num_different <= 5, "sums in float32 change few roundings"
+    residual = normal(5, 1000, dtype=torch.bfloat16, seed=2)
+    total = kernels.rms_norm(hidden, weight, 1e-6, kind=kind, residual=residual.clone())
+    assert torch.equal(total, residual + out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,6 +81,7 @@ def test_rms_norm_of_strided_rows_and_of_more_axes(dtype):
     wide, weight = normal(6, 4, 90, dtype=dtype), normal(30, dtype=dtype, seed=1)
     for hidden in (wide[:, :, 20:50], wide[::2, 1:3, ::3], wide[:, 0, 3:33], wide[1, :, :30]):
         check_rms_norm(hidden, weight)
+        check_rms_norm(hidden.clone(), weight, residual=hidden)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

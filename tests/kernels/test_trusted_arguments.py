@@ -56,6 +56,12 @@ def test_rms_norm_refuses_wrong_weights(weight):
         kernels.rms_norm(HIDDEN, weight, 1e-6)
 
 
+@pytest.mark.parametrize("residual", [normal(3, 7), normal(2, 8), normal(3, 8).bfloat16()])
+def test_rms_norm_refuses_wrong_residuals(residual):
+    with pytest.raises(AssertionError):
+        kernels.rms_norm(HIDDEN, normal(8), 1e-6, residual=residual)
+
+
 def test_row_maxima_refuses_wrong_logits_and_outputs():
     with pytest.raises(AssertionError):
         kernels.row_maxima(HIDDEN.bfloat16())

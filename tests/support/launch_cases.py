@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kernels import DRAW_RECORD, DrawTable, RuleTable, WeightUse, reference
+from kernels import DRAW_RECORD, DrawTable, NormKind, RuleTable, WeightUse, reference
 from kernels.triton import (
     attention,
     blocks,
@@ -64,7 +64,9 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, so
 
 def _pointwise(dtype=BF16) -> None:
     pointwise.rms_norm(torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
-    pointwise.rms_norm(torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype), 1e-6)
+    for kind in NormKind:
+        hidden, weight = torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype)
+        pointwise.rms_norm(hidden, weight, 1e-6, kind=kind, residual=hidden)
     weight = reference.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
     linear.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
 

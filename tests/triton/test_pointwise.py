@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import reference
+from kernels import NormKind, reference
 from kernels.triton import pointwise
 from kernels.triton.linear import silu_and_mul
-from tests.support.devices import DEVICE, rounding_error
+from tests.support.devices import DEVICE, IS_CUDA, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, spacing_at_zero
+from tests.support.pairs import pairs
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
@@ -63,6 +64,26 @@ def test_rms_norm_of_strided_rows_and_of_more_axes(dtype):
     wide, weight = on_device(6, 4, 90, dtype=dtype), on_device(30, dtype=dtype, seed=1)
     for hidden in (wide[:, :, 20:50], wide[::2, 1:3, ::3], wide[:, 0, 3:33], wide[1, :, :30]):
         check_rms_norm(hidden, weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_residual", "dtype"), pairs([*NormKind], [False, True], DTYPES)
+)
+def test_rms_norms_of_other_kinds_and_with_a_residual(kind, has_residual, dtype):
+    """Equals the reference's, but for numbers that another order of the sum rounds otherwise."""
+    wide = normal(4, 200, dtype=dtype) * 3
+    hidden, weight = wide[:, 13:150], normal(137, dtype=dtype, seed=1)
+    residual = normal(4, 300, dtype=dtype, seed=2)[:, ::2][:, :137] if has_residual else None
+    expected = reference.rms_norm(hidden, weight, 1e-5, kind=kind, residual=residual)
+    moved = None if residual is None else residual.to(DEVICE)
+    out = pointwise.rms_norm(
+        hidden.to(DEVICE), weight.to(DEVICE), 1e-5, kind=kind, residual=moved
+    ).cpu()
+    assert out.dtype == dtype
+    magnitudes = expected.double().abs() + (0 if residual is None else residual.double().abs())
+    assert_within(out, expected.double(), 4 * eps_of(dtype) * magnitudes + 8 * EPS32)
+    if dtype == torch.float16 or (IS_CUDA and dtype == torch.bfloat16):
+        assert int((out != expected).sum()) <= 5
 
 
 def test_rms_norm_of_no_rows():

@@ -16,6 +16,9 @@ enum class ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
 enum class Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 
+// The use of an RMS norm's weight; see kernels.NormKind.
+enum class NormKind : int64_t { kRounded = 0, kWide = 1, kOffset = 2 };
+
 enum class Code : int64_t {
   kLinear = 0,
   kTakeRows = 1,
@@ -66,7 +69,9 @@ struct TakeRows {
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
-// out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight, rounded before the product too
+// out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight + residual[m]
+//
+// `kind` decides the roundings and the weight; the norm is rounded before the residual is added.
 struct RmsNorm {
   ElementType element;
   const void* input;
@@ -75,6 +80,9 @@ struct RmsNorm {
   int64_t size;
   const void* weight;
   double eps;
+  NormKind kind;
+  const void* residual;  // or null
+  int64_t residual_stride;
   void* out;  // [num_rows, size]
 };
 

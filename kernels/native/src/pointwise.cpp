@@ -23,7 +23,25 @@ void for_rows(int64_t num_rows, int64_t row_size, Workers& workers, const Body& 
   });
 }
 
-template <class E>
+// A normalized value times the norm's factor.
+template <class E, NormKind kind>
+Floats times_weight(Floats normed, Floats weight) {
+  if constexpr (kind == NormKind::kWide) return normed * weight;
+  if constexpr (kind == NormKind::kOffset) return normed * (broadcast(1.0f) + weight);
+  typename E::Stored rounded[kLanes];
+  E::narrow_lanes(rounded, normed);
+  return E::widen_lanes(rounded) * weight;
+}
+
+template <class E, NormKind kind>
+float times_weight(float normed, float weight) {
+  if constexpr (kind == NormKind::kWide) return normed * weight;
+  if constexpr (kind == NormKind::kOffset) return normed * (1.0f + weight);
+  return E::widen_one(E::narrow_one(normed)) * weight;
+}
+
+// `out` may be `input`.
+template <class E, NormKind kind>
 void normalize(const typename E::Stored* input, const typename E::Stored* weight, int64_t size,
                double eps, typename E::Stored* out) {
   Floats squares{};
@@ -36,13 +54,36 @@ void normalize(const typename E::Stored* input, const typename E::Stored* weight
   for (; i < size; ++i) total += E::widen_one(input[i]) * E::widen_one(input[i]);
   const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + static_cast<float>(eps));
   for (i = 0; i + kLanes <= size; i += kLanes) {
-    typename E::Stored normed[kLanes];
-    E::narrow_lanes(normed, E::widen_lanes(input + i) * broadcast(factor));
-    E::narrow_lanes(out + i, E::widen_lanes(normed) * E::widen_lanes(weight + i));
+    const Floats normed = E::widen_lanes(input + i) * broadcast(factor);
+    E::narrow_lanes(out + i, times_weight<E, kind>(normed, E::widen_lanes(weight + i)));
   }
   for (; i < size; ++i) {
-    const auto normed = E::narrow_one(E::widen_one(input[i]) * factor);
-    out[i] = E::narrow_one(E::widen_one(normed) * E::widen_one(weight[i]));
+    const float normed = E::widen_one(input[i]) * factor;
+    out[i] = E::narrow_one(times_weight<E, kind>(normed, E::widen_one(weight[i])));
+  }
+}
+
+template <class E>
+void normalize_as(NormKind kind, const typename E::Stored* input,
+                  const typename E::Stored* weight, int64_t size, double eps,
+                  typename E::Stored* out) {
+  switch (kind) {
+    case NormKind::kRounded:
+      return normalize<E, NormKind::kRounded>(input, weight, size, eps, out);
+    case NormKind::kWide: return normalize<E, NormKind::kWide>(input, weight, size, eps, out);
+    case NormKind::kOffset: return normalize<E, NormKind::kOffset>(input, weight, size, eps, out);
+  }
+}
+
+// values += addend
+template <class E>
+void add_row(const typename E::Stored* addend, int64_t size, typename E::Stored* values) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    E::narrow_lanes(values + i, E::widen_lanes(values + i) + E::widen_lanes(addend + i));
+  }
+  for (; i < size; ++i) {
+    values[i] = E::narrow_one(E::widen_one(values[i]) + E::widen_one(addend[i]));
   }
 }
 
@@ -68,7 +109,8 @@ template <class E>
 void prepare_head(const RotateAndWriteKv& job, int64_t token, typename E::Stored* head,
                   const void* norm) {
   if (norm) {
-    normalize<E>(head, static_cast<const typename E::Stored*>(norm), job.head_dim, job.eps, head);
+    normalize_as<E>(NormKind::kRounded, head, static_cast<const typename E::Stored*>(norm),
+                    job.head_dim, job.eps, head);
   }
   if (job.cos) {
     const int64_t half_dim = job.head_dim / 2;
@@ -101,9 +143,13 @@ template <class E>
 void run_rms_norm(const RmsNorm& job, Workers& workers) {
   using Stored = typename E::Stored;
   for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
-    normalize<E>(static_cast<const Stored*>(job.input) + row * job.input_stride,
-                 static_cast<const Stored*>(job.weight), job.size, job.eps,
-                 static_cast<Stored*>(job.out) + row * job.size);
+    auto* out = static_cast<Stored*>(job.out) + row * job.size;
+    normalize_as<E>(job.kind, static_cast<const Stored*>(job.input) + row * job.input_stride,
+                    static_cast<const Stored*>(job.weight), job.size, job.eps, out);
+    if (job.residual) {
+      add_row<E>(static_cast<const Stored*>(job.residual) + row * job.residual_stride, job.size,
+                 out);
+    }
   });
 }
 
