@@ -63,7 +63,7 @@ def test_greedy_tokens_are_those_of_transformers(variant, kind, tmp_path):
     folder = save_rounded(tmp_path / "folder", model, rounded)
     prompt = prompt_of(30)
     assert greedy(path, prompt) == reference_greedy(folder, prompt, NUM_TOKENS)
-    with GgufWeights(GgufFile(path).header, torch.float32) as tensors:
+    with GgufWeights(GgufFile(path).header, path, torch.float32) as tensors:
         assert set(tensors.keys()) == set(rounded)
         for name, expected in rounded.items():
             assert torch.equal(tensors.get_tensor(name), expected), name
@@ -97,6 +97,23 @@ def test_the_fingerprint_follows_the_bytes(tmp_path):
     data[-40] ^= 1
     path.write_bytes(data)
     assert open_checkpoint(str(path)).fingerprint() != before
+
+
+def test_a_model_may_be_split_into_several_files(tmp_path):
+    """Also when the output head, which has other weights than the embedding, is in another one."""
+    model, prompt = copied_model("qwen3_untied"), prompt_of(30)
+    rounded = save_model(tmp_path / "model.gguf", model, Kind.Q8_0, part_tensors=7)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) > 3
+    checkpoint = open_checkpoint(str(parts[0]))
+    assert checkpoint.weight_files == tuple(parts)
+    folder = save_rounded(tmp_path / "folder", model, rounded)
+    assert greedy(parts[0], prompt) == reference_greedy(folder, prompt, NUM_TOKENS)
+    data = bytearray(parts[1].read_bytes())
+    data[-40] ^= 1
+    before = checkpoint.fingerprint()
+    parts[1].write_bytes(data)
+    assert checkpoint.fingerprint() != before
 
 
 @pytest.mark.parametrize(
@@ -141,7 +158,7 @@ def test_types_that_only_llama_cpp_writes_are_read(kind, tmp_path, monkeypatch):
     tensors["token_embd.weight"] = np.zeros((300, 256), np.float16), None
     path = write_gguf(tmp_path / "model.gguf", model_metadata(config), tensors)
     expected = torch.from_numpy(dequantized(stored))
-    with GgufWeights(GgufFile(path).header, torch.float32) as found:
+    with GgufWeights(GgufFile(path).header, path, torch.float32) as found:
         assert torch.equal(found.get_tensor("model.layers.0.self_attn.v_proj.weight"), expected)
         query = found.get_tensor("model.layers.0.self_attn.q_proj.weight").view(4, 64, 256)
     assert torch.equal(query[:, :32], expected.view(4, 64, 256)[:, ::2])

@@ -43,15 +43,18 @@ def write_gguf(
     path: Path,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[np.ndarray, int | None]] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
-    """Writes a file; entries that are None are left out.
+    """Writes a file, or several; entries that are None are left out. Returns the first one's path.
 
     Args:
         path: of the file.
         metadata: by key.
         tensors: by name, the numbers or the bytes, and the type if these are bytes.
+        part_tensors: how many tensors a file has at most; 0 for all of them in one.
     """
-    writer = gguf.GGUFWriter(path, metadata.get("general.architecture") or "")
+    architecture = metadata.get("general.architecture") or ""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     for key, value in metadata.items():
         if value is not None and key != "general.architecture":
             _add(writer, key, value)
@@ -61,7 +64,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if path.exists() else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -99,7 +102,11 @@ def model_metadata(config: Any) -> dict[str, Any]:
 
 
 def save_model(
-    path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metadata: Any
+    path: Path,
+    model: Any,
+    kind: gguf.GGMLQuantizationType,
+    part_tensors: int = 0,
+    **metadata: Any,
 ) -> dict[str, torch.Tensor]:
     """Writes a model of `transformers` and returns its weights as the file's type rounds them.
 
@@ -107,6 +114,7 @@ def save_model(
         path: of the file.
         model: the model.
         kind: type of the matrices.
+        part_tensors: how many tensors a file has at most; 0 for all of them in one.
         metadata: changes of the keys, with `__` for a dot.
     """
     changes = {key.replace("__", "."): value for key, value in metadata.items()}
@@ -120,7 +128,7 @@ def save_model(
         if model.config.model_type == "llama" and is_rotated:
             stored = (_in_pairs(stored[0], model.config.head_dim), stored[1])
         tensors[gguf_name(name)] = stored
-    write_gguf(path, {**model_metadata(model.config), **changes}, tensors)
+    write_gguf(path, {**model_metadata(model.config), **changes}, tensors, part_tensors)
     return rounded
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import flag
+from baton.common.model_files.gguf.header import name_without_part
 
 __all__ = [
     "DEMO_PROMPT",
@@ -78,14 +79,15 @@ NAMED_MODELS: Mapping[str, Callable[[], Path]] = MappingProxyType(
 
 
 def default_model_name(path_or_name: str) -> str:
-    """Returns the model's name in requests: the last part of its path, without `.gguf`.
+    """Returns the model's name in requests: the last part of its path, without `.gguf`, and without
+    the number of a file of several.
 
     The revision of a Hub model stays a part of the name, also if it has slashes: `model@refs/pr/1`.
     """
     repository, at, revision = path_or_name.partition("@")
     if at and repository.count("/") <= 1 and not repository.startswith((".", "/", "~")):
         return f"{repository.rsplit('/', 1)[-1]}@{revision}"
-    return path_or_name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    return name_without_part(path_or_name.rstrip("/").rsplit("/", 1)[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import xxhash
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import find_files, has_file, missing_files_error, unreadable
 from baton.common.model_files.files import CheckpointFolder, ModelFiles, local_model
+from baton.common.model_files.gguf import GgufFile
 from baton.common.model_files.named_models import split_revision
 
 __all__ = ["Checkpoint", "one_line", "open_checkpoint"]
@@ -39,8 +40,8 @@ class Checkpoint:
     Attributes:
         files: the files besides the weights.
         config: content of config.json.
-        weight_files: its existing safetensors files, sorted by name, or the GGUF file; empty if
-            it was opened without weights.
+        weight_files: its existing safetensors files, sorted by name, or the GGUF file or files;
+            empty if it was opened without weights.
     """
 
     files: ModelFiles
@@ -134,8 +135,8 @@ def _no_model(name: str, reason: str) -> ConfigurationError:
 
 
 def _find_weights(files: ModelFiles, others: Sequence[str]) -> tuple[Path, ...]:
-    if not isinstance(files, CheckpointFolder):
-        return (files.path,)
+    if isinstance(files, GgufFile):
+        return files.header.parts
     folder = files.path
     if has_file(folder / _WEIGHTS):  # an index beside it is left over from before
         return (folder / _WEIGHTS,)

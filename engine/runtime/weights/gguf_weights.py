@@ -6,52 +6,51 @@ model computes in, and the rows under way; never the whole in another type.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import gguf
 import numpy as np
 import torch
 
+from baton.common.model_files.gguf.architectures import architecture_of
 from baton.common.model_files.gguf.config import config_json
 from baton.common.model_files.gguf.header import GgufHeader, GgufTensor
-from baton.common.model_files.gguf.rope import FREQUENCY_FACTORS
+from baton.common.model_files.gguf.rope import FACTOR_TENSORS
 
 __all__ = ["GgufWeights"]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in the cache
-# Names in GGUF files and in checkpoints, without `.weight` and `.bias`.
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Files of this architecture have Q and K in the order of interleaved rotary embeddings.
-_INTERLEAVED_ARCHITECTURE = "llama"
-_INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_ROTATED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a checkpoint's tensor lies in a GGUF file.
+
+    Attributes:
+        name: name of the file's tensor.
+        shape: shape of the checkpoint's tensor.
+        first: number of elements before it in the file's tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int = 0
 
 
 class GgufWeights:
     """The tensors of a GGUF file, with the methods of safetensors' `safe_open`.
 
     Args:
-        header: of the file.
+        header: of the model, which may be split into several files.
+        file: one of its files.
         dtype: type of the tensors that `get_tensor` returns.
 
     Raises:
@@ -59,18 +58,17 @@ class GgufWeights:
             does not allow, or bytes outside of the file; names the tensor.
     """
 
-    def __init__(self, header: GgufHeader, dtype: torch.dtype) -> None:
+    def __init__(self, header: GgufHeader, file: Path, dtype: torch.dtype) -> None:
         self._header = header
         self._dtype = dtype
-        config = config_json(header)
-        self._head_dim: int = config["head_dim"]
-        self._is_interleaved = config["model_type"] == _INTERLEAVED_ARCHITECTURE
-        self._data = np.memmap(header.path, mode="r")
-        self._names = {
-            _checkpoint_name(name): name for name in header.tensors if name != FREQUENCY_FACTORS
-        }
-        for name in self._names.values():
-            self._check(name)
+        self._architecture = architecture_of(header)
+        self._head_dim: int = config_json(header)["head_dim"]
+        self._data = np.memmap(file, mode="r")
+        self._places: dict[str, _Place] = {}
+        for name, tensor in header.tensors.items():
+            if tensor.file == file and name not in FACTOR_TENSORS:
+                self._check(name)
+                self._places |= self._places_of(name, tensor)
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +78,11 @@ class GgufWeights:
 
     def keys(self) -> list[str]:
         """Returns the tensors' names, as in a checkpoint."""
-        return list(self._names)
+        return list(self._places)
 
     def get_slice(self, name: str) -> "_Description":
         """Returns the type and the shape of what `get_tensor` returns; an index reads a part."""
-        return _Description(self._tensor(name).shape, partial(self._read_part, name))
+        return _Description(self._places[name].shape, partial(self._read_part, name))
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Reads and dequantizes a tensor."""
@@ -92,38 +90,55 @@ class GgufWeights:
 
     def _read_part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Reads and dequantizes some rows, and returns the part of them that `index` names."""
-        tensor = self._tensor(name)
-        rows = self._rows(tensor)
-        order = self._order_of_rows(name)
+        place = self._places[name]
+        rows, type_id = self._rows(place), self._header.tensors[place.name].type_id
+        order = self._order_of_rows(place)
+        offset = self._architecture.norm_offset if _is_norm(place.name) else 0
         selected = range(len(rows))[index[0]]
-        columns = math.prod(tensor.shape[1:])
+        columns = math.prod(place.shape[1:])
         result = torch.empty(len(selected), columns, dtype=self._dtype)
         step = max(1, _PIECE_ELEMENTS // columns)
         for start in range(0, len(selected), step):
             part = slice(selected.start + start, min(selected.start + start + step, selected.stop))
             piece = rows[part] if order is None else rows[order[part]]
-            result[start : start + step] = _dequantize(piece, tensor.type_id).view(-1, columns)
-        return result.view(len(selected), *tensor.shape[1:])[(slice(None), *index[1:])]
+            numbers = _dequantize(piece, type_id)
+            if offset:
+                numbers -= offset
+            result[start : start + step] = numbers.view(-1, columns)
+        return result.view(len(selected), *place.shape[1:])[(slice(None), *index[1:])]
 
-    def _tensor(self, name: str) -> GgufTensor:
-        return self._header.tensors[self._names[name]]
-
-    def _rows(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    def _rows(self, place: _Place) -> _Bytes:
         """Returns the stored bytes, `[rows, bytes per row]`; a vector has a row per element."""
+        tensor = self._header.tensors[place.name]
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
-        row_bytes = math.prod(tensor.shape[1:]) // block * block_bytes
-        end = tensor.offset + tensor.shape[0] * row_bytes
-        return self._data[tensor.offset : end].reshape(tensor.shape[0], row_bytes)
+        row_bytes = math.prod(place.shape[1:]) // block * block_bytes
+        start = tensor.offset + place.first // block * block_bytes
+        end = start + place.shape[0] * row_bytes
+        return self._data[start:end].reshape(place.shape[0], row_bytes)
 
-    def _order_of_rows(self, name: str) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
+    def _places_of(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, _Place]]:
+        """Yields the checkpoint's name and the place of each tensor that one of the file has."""
+        stem, _, suffix = name.rpartition(".")
+        layer = _LAYER.fullmatch(stem)
+        if layer is None:
+            known = self._architecture.model_names.get(stem)
+            yield f"{known}.{suffix}" if known else name, _Place(name, tensor.shape)
+            return
+        known = self._architecture.layer_names.get(layer[2])
+        if known is None:
+            yield name, _Place(name, tensor.shape)
+            return
+        yield f"model.layers.{layer[1]}.{known}.{suffix}", _Place(name, tensor.shape)
+
+    def _order_of_rows(self, place: _Place) -> _Numbers | None:
         """Returns the file's row of each row of the tensor; None if they have the same order.
 
         Row 2i of a head in the file is row i of the head's first half; row 2i + 1 is row i of
         its second half.
         """
-        if not self._is_in_order_of_pairs(self._names[name]):
+        if not self._is_in_order_of_pairs(place.name):
             return None
-        num_rows = self._tensor(name).shape[0]
+        num_rows = place.shape[0]
         pairs = np.arange(num_rows).reshape(-1, self._head_dim // 2, 2)
         return pairs.swapaxes(1, 2).reshape(num_rows)
 
@@ -155,23 +170,19 @@ class GgufWeights:
 
     def _is_in_order_of_pairs(self, name: str) -> bool:
         """Whether the elements that the rotary embedding pairs follow each other."""
-        return self._is_interleaved and _INTERLEAVED.fullmatch(name) is not None
+        return self._architecture.has_pairs and _ROTATED.fullmatch(name) is not None
 
 
-def _dequantize(rows: "np.ndarray[Any, np.dtype[np.uint8]]", type_id: int) -> torch.Tensor:
+def _is_norm(name: str) -> bool:
+    """Whether a file's tensor is the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
+def _dequantize(rows: _Bytes, type_id: int) -> torch.Tensor:
     """Returns the numbers in whole rows as one vector."""
     # `gguf` dequantizes 16 rows at once; one long row is faster than many short ones.
     numbers = gguf.dequantize(rows.reshape(1, -1), gguf.GGMLQuantizationType(type_id))
     return torch.from_numpy(np.require(numbers, requirements="W")).flatten()
-
-
-def _checkpoint_name(name: str) -> str:
-    """Returns a tensor's name in a checkpoint; unknown names stay as they are."""
-    stem, _, suffix = name.rpartition(".")
-    layer = _LAYER.fullmatch(stem)
-    if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
-    return f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> OpenFile:
     from engine.runtime.weights.gguf_weights import GgufWeights
 
     header = checkpoint.files.header
-    return lambda _: GgufWeights(header, dtype)
+    return lambda file: GgufWeights(header, file, dtype)
 
 
 def draw_weights(

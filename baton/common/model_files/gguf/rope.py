@@ -5,11 +5,19 @@ import struct
 from typing import Any
 
 from baton.common.model_files.gguf.header import GgufHeader
+from baton.common.model_files.gguf.values import HeaderValues
 
-__all__ = ["FREQUENCY_FACTORS", "rope_parameters"]
+__all__ = ["FACTOR_TENSORS", "long_rope_parameters", "rope_parameters"]
 
-FREQUENCY_FACTORS = "rope_freqs.weight"
-"""The tensor with the divisor of each frequency. Files of Llama 3.1 and later have it."""
+# The tensor with the divisor of each frequency. Files of Llama 3.1 and later have it.
+_LLAMA3_FACTORS = "rope_freqs.weight"
+# The same of Phi-3 and Phi-4, for contexts of up to the original length and for longer ones.
+_LONG_ROPE_FACTORS = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+FACTOR_TENSORS = frozenset({_LLAMA3_FACTORS, *_LONG_ROPE_FACTORS.values()})
+"""Tensors that are parts of the config, not weights."""
 
 _DEFAULT_THETA = 10000.0
 _KINDS = ("none", "linear", "yarn")
@@ -39,19 +47,18 @@ _LLAMA3 = {
 _RELATIVE_TOLERANCE = 1e-4  # the file has float32
 
 
-def rope_parameters(header: GgufHeader, architecture: str, head_dim: int) -> dict[str, Any]:
+def rope_parameters(values: HeaderValues, rotary_dim: int) -> dict[str, Any]:
     """Returns the base and the scaling of the rotary embedding.
 
     Args:
-        header: of the file.
-        architecture: prefix of the keys.
-        head_dim: width of a head.
+        values: keys of the architecture.
+        rotary_dim: number of a head's elements that are rotated.
 
     Raises:
         ConfigurationError: the file has a kind of scaling that is not supported; names the key
             or the tensor.
     """
-    prefix = f"{architecture}.rope."
+    header, prefix = values.header, values.name("rope.")
     stated = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
@@ -62,8 +69,8 @@ def rope_parameters(header: GgufHeader, architecture: str, head_dim: int) -> dic
             _check_number(header, prefix + key, value)
     theta = float(stated.get("freq_base", _DEFAULT_THETA))
     kind = _scaling_kind(header, prefix, stated)
-    if FREQUENCY_FACTORS in header.tensors:
-        return {"rope_theta": theta, **_llama3_parameters(header, kind, theta, head_dim)}
+    if _LLAMA3_FACTORS in header.tensors:
+        return {"rope_theta": theta, **_llama3_parameters(header, kind, theta, rotary_dim)}
     if kind == "none":
         return {"rope_theta": theta, "rope_type": "default"}
     return {"rope_theta": theta, "rope_type": kind, **_scaling(header, prefix, kind, stated)}
@@ -108,32 +115,59 @@ def _scaling(header: GgufHeader, prefix: str, kind: str, stated: dict[str, Any])
     return {name: stated[key] for key, name in _YARN_NAMES.items() if stated.get(key)}
 
 
+def long_rope_parameters(values: HeaderValues, rotary_dim: int) -> dict[str, Any] | None:
+    """Returns the base and the factors of Phi-3's scaling; None for files without its tensors.
+
+    Args:
+        values: keys of the architecture.
+        rotary_dim: number of a head's elements that are rotated.
+
+    Raises:
+        ConfigurationError: one of the tensors is missing or malformed, or the file states another
+            factor for attention than `transformers` computes.
+    """
+    header = values.header
+    if not header.tensors.keys() & _LONG_ROPE_FACTORS.values():
+        return None
+    if header.metadata.get(values.name("rope.scaling.type"), "longrope") != "longrope":
+        raise values.unsupported("rope.scaling.type")
+    original = values.integer("rope.scaling.original_context_length")
+    scale = max(1.0, values.integer("context_length") / original)
+    implied = math.sqrt(1 + math.log(scale) / math.log(original))
+    stated = values.number("rope.scaling.attn_factor", implied)
+    if not math.isclose(stated, implied, rel_tol=_RELATIVE_TOLERANCE):
+        raise values.unsupported("rope.scaling.attn_factor")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": values.number("rope.freq_base", _DEFAULT_THETA),
+        "original_max_position_embeddings": original,
+        **{
+            name: _read_factors(header, tensor, rotary_dim // 2)
+            for name, tensor in _LONG_ROPE_FACTORS.items()
+        },
+    }
+
+
 def _llama3_parameters(
-    header: GgufHeader, kind: str, theta: float, head_dim: int
+    header: GgufHeader, kind: str, theta: float, rotary_dim: int
 ) -> dict[str, Any]:
     """Returns the parameters of Llama 3's scaling that the frequencies' divisors follow from.
 
     Raises:
         ConfigurationError: the divisors are others.
     """
-    tensor = header.tensors[FREQUENCY_FACTORS]
-    count = head_dim // 2
-    if kind != "none" or tensor.type_id != 0 or tensor.shape != (count,):
-        raise header.refuse(f"tensor {FREQUENCY_FACTORS} is not supported")
-    with header.path.open("rb") as file:
-        file.seek(tensor.offset)
-        data = file.read(4 * count)
-    if len(data) < 4 * count:
-        raise header.refuse(f"it ends within tensor {FREQUENCY_FACTORS}")
-    factors = struct.unpack(f"<{count}f", data)
+    if kind != "none":
+        raise header.refuse(f"tensor {_LLAMA3_FACTORS} is not supported")
+    count = rotary_dim // 2
+    factors = _read_factors(header, _LLAMA3_FACTORS, count)
     factor = float(max(factors))
-    expected = [_llama3_divisor(theta ** (-2 * i / head_dim), factor) for i in range(count)]
+    expected = [_llama3_divisor(theta ** (-2 * i / rotary_dim), factor) for i in range(count)]
     if factor < 1 or not all(
         math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE)
         for a, b in zip(factors, expected, strict=True)
     ):
         raise header.refuse(
-            f"tensor {FREQUENCY_FACTORS} has other values than Llama 3's scaling, "
+            f"tensor {_LLAMA3_FACTORS} has other values than Llama 3's scaling, "
             "and is not supported"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
@@ -149,3 +183,22 @@ def _llama3_divisor(frequency: float, factor: float) -> float:
         return factor
     smooth = (rotations - low) / (high - low)
     return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _read_factors(header: GgufHeader, name: str, count: int) -> list[float]:
+    """Returns the `count` numbers of a tensor in float32.
+
+    Raises:
+        ConfigurationError: the file has no such tensor.
+    """
+    tensor = header.tensors.get(name)
+    if tensor is None:
+        raise header.refuse(f"it has no tensor {name}")
+    if tensor.type_id != 0 or tensor.shape != (count,):
+        raise header.refuse(f"tensor {name} is not supported")
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(4 * count)
+    if len(data) < 4 * count:
+        raise header.refuse(f"it ends within tensor {name}")
+    return list(struct.unpack(f"<{count}f", data))

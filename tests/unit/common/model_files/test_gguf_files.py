@@ -9,6 +9,7 @@ import pytest
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
 from baton.common.model_files.gguf.header import read_header
+from baton.common.model_files.named_models import default_model_name
 from router.requests.generation_config import load_default_params
 from tests.support.gguf_files import BYTE_TOKENIZER, CONTROL, NORMAL, write_gguf
 
@@ -63,7 +64,6 @@ def test_the_config_has_the_names_of_config_json(tmp_path):
     [
         ({"general__architecture": "gemma3"}, r"general.architecture 'gemma3' is not supported"),
         ({"general__type": "adapter"}, "general.type 'adapter'"),
-        ({"split__count": 3}, "split.count 3: .*merge them"),
         ({"llama__expert_count": 8}, "llama.expert_count 8"),
         ({"llama__attention__sliding_window": 511}, "llama.attention.sliding_window 511"),
         ({"llama__tensor_data_layout": "other"}, "llama.tensor_data_layout 'other'"),
@@ -101,7 +101,6 @@ def test_the_config_has_the_names_of_config_json(tmp_path):
         ({"llama__rope__scaling__factor": [4]}, r"llama.rope.scaling.factor \[4\] is not supp"),
         ({"llama__rope__scaling__factor": True}, "llama.rope.scaling.factor True is not supp"),
         ({"llama__attention__head_count": "4"}, "llama.attention.head_count '4' is not supported"),
-        ({"split__count": "2"}, "its metadata is malformed"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, reason):
@@ -182,6 +181,68 @@ def test_all_tokens_that_end_a_turn_are_end_tokens(tmp_path):
         "bos_token_id": 256,
         "eos_token_id": [257, 259, 260],
     }
+
+
+SPLIT = {f"blk.{layer}.ffn_norm.weight": (np.ones(64, np.float32), None) for layer in range(5)}
+
+
+def test_the_first_of_several_files_stands_for_all(tmp_path):
+    path = write_gguf(tmp_path / "a.b.gguf", KEYS, EMBEDDING | SPLIT, part_tensors=2)
+    header = read_header(path)
+    assert path.name == "a.b-00001-of-00003.gguf"
+    assert default_model_name(str(path)) == "a.b"
+    assert [part.name for part in header.parts] == [f"a.b-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    assert header.tensors.keys() == EMBEDDING.keys() | SPLIT.keys()
+    for part in header.parts:
+        expected = {tensor.name: tensor.data_offset for tensor in gguf.GGUFReader(part).tensors}
+        tensors = header.tensors.items()
+        assert {n: tensor.offset for n, tensor in tensors if tensor.file == part} == expected
+    assert GgufFile(path).read_json("config.json")["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "reason"),
+    [
+        ("m-00001-of-00003.gguf", 1, "it is a part of a model; name the first one, m-00001-of-0"),
+        ("m-00002-of-00003.gguf", None, "m-00002-of-00003.gguf: No such file"),
+        ("m-00002-of-00003.gguf", 2, r"split.no and split.count are \(2, 3\), not \(1, 3\)"),
+    ],
+)
+def test_parts_of_a_model_that_do_not_fit_are_refused(tmp_path, name, source, reason):
+    path = write_gguf(tmp_path / "m.gguf", KEYS, EMBEDDING | SPLIT, part_tensors=2)
+    parts = read_header(path).parts
+    if source is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(parts[source].read_bytes())
+    with pytest.raises(ConfigurationError, match=reason):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"split.count": 3, "split.no": 0}, "split.count is 3; the name of such a file ends with"),
+        ({"split.count": "2"}, "split.count '2' is not supported"),
+    ],
+)
+def test_a_part_under_another_name_is_refused(tmp_path, changes, reason):
+    path = write_gguf(tmp_path / "m.gguf", KEYS | changes, EMBEDDING)
+    with pytest.raises(ConfigurationError, match=reason):
+        read_header(path)
+
+
+def test_tensors_that_parts_lack_or_have_twice_are_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", KEYS, EMBEDDING | SPLIT, part_tensors=3)
+    last = read_header(path).parts[-1]
+    numbers = {"split.no": 1, "split.count": 2, "split.tensors.count": 6}
+    fewer = dict(list(SPLIT.items())[3:])
+    write_gguf(last, {"general.architecture": "llama", **numbers}, fewer)
+    with pytest.raises(ConfigurationError, match=r"split.tensors.count is 6; the parts have 5"):
+        read_header(path)
+    write_gguf(last, {"general.architecture": "llama", **numbers}, SPLIT)
+    with pytest.raises(ConfigurationError, match=r"tensor blk.0.ffn_norm.weight is in an earlier"):
+        read_header(path)
 
 
 @pytest.mark.parametrize("token_id", [259, 2**32 - 1, True, 1.0, "257", [257]])
