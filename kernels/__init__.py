@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kernels.experts import *  # noqa: F403
     from kernels.host import *  # noqa: F403
     from kernels.layer_kinds import *  # noqa: F403
     from kernels.paged_kv import *  # noqa: F403
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kernels.weights import *  # noqa: F403
 else:
     _MODULES = (
+        "experts",
         "host",
         "layer_kinds",
         "paged_kv",

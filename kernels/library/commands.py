@@ -14,7 +14,9 @@ from kernels.row_state import DrawTable
 __all__ = [
     "APPLY_LOGIT_RULES",
     "ARGMAX",
+    "COMBINE_EXPERTS",
     "DRAW_TOKENS",
+    "EXPERT_LINEAR",
     "GATHER_COLUMNS",
     "LINEAR",
     "PAGED_ATTENTION",
@@ -22,6 +24,7 @@ __all__ = [
     "RMS_NORM",
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
+    "ROUTE_EXPERTS",
     "TAKE_ROWS",
     "CommandType",
     "NativeKernels",
@@ -81,6 +84,9 @@ APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")
 DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi w")
 GATHER_COLUMNS = _command(10, "i pii w")
+ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
+EXPERT_LINEAR = _command(12, "i pi ii p iii p i pp w")
+COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
 
 
 class NativeKernels:

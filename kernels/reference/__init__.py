@@ -7,6 +7,7 @@ float32. Block ids and slots are trusted: the scheduler checks them.
 from kernels.reference.attention import *  # noqa: F403
 from kernels.reference.blocks import *  # noqa: F403
 from kernels.reference.cache import *  # noqa: F403
+from kernels.reference.experts import *  # noqa: F403
 from kernels.reference.linear import *  # noqa: F403
 from kernels.reference.logit_rules import *  # noqa: F403
 from kernels.reference.pointwise import *  # noqa: F403

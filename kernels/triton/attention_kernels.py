@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.triton.attention_splits import divide_context, locate_block
 
-__all__ = ["attend_kernel"]
+__all__ = ["attend_kernel", "product"]
 
 # The interpreter has no matrix products of bfloat16; products of widened operands are the same.
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -212,7 +212,7 @@ def _attend_tiles(
 
         key = tl.trans(key.to(queries.dtype))
         scores = tl.full([queries.shape[0], BLOCK_N], 0.0, tl.float32)
-        scores = _product(queries, key, scores) * score_factor
+        scores = product(queries, key, scores) * score_factor
         if kv_scales is not None:
             scale_pointers = kv_scales + kv_head.to(tl.int64) * scale_head_stride
             scale_pointers += block_ids * scale_block_stride + slots * scale_slot_stride
@@ -235,13 +235,13 @@ def _attend_tiles(
         if kv_scales is not None:
             weights *= tl.load(scale_pointers + scale_kind_stride, mask=is_read, other=0.0)[None, :]
         value = value.to(weight_type)
-        results = _product(weights.to(weight_type), value, results * decay[:, None])
+        results = product(weights.to(weight_type), value, results * decay[:, None])
         maxima = new_maxima
     return results, sums, maxima
 
 
 @triton.jit
-def _product(left, right, addend):
+def product(left, right, addend):
     """Computes `left @ right + addend` in float32."""
     if _IS_INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)

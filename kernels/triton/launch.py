@@ -20,6 +20,7 @@ __all__ = [
     "AttentionLaunch",
     "BlockLaunch",
     "DecodeAttentionLaunch",
+    "ExpertLaunch",
     "LaunchTable",
     "RowLaunch",
     "Rows",
@@ -30,8 +31,8 @@ __all__ = [
 TABLES_FOLDER = Path(__file__).parent / "launch_tables"
 _DEFAULT = "default"
 _DEVICES = "devices"
-_POWERS_OF_TWO = frozenset({"block_m", "block_n", "block_size", "num_warps"})
-_MINIMA = {"block_m": 16, "block_n": 16}  # of matrix products
+_POWERS_OF_TWO = frozenset({"block_m", "block_n", "block_k", "block_size", "num_warps"})
+_MINIMA = {"block_m": 16, "block_n": 16, "block_k": 16}  # of matrix products
 _MAXIMA = {"num_warps": 32, "num_stages": 8}
 
 
@@ -93,6 +94,23 @@ class DecodeAttentionLaunch(AttentionLaunch):
 Launch = TypeVar("Launch", bound=RowLaunch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLaunch(RowLaunch):
+    """Launch parameters of the experts' linear layers.
+
+    Attributes:
+        block_m: rows of a tile, all of one expert.
+        block_n: outputs of a tile.
+        block_k: inputs of a step; the same for all sizes, so that sums do not depend on the batch.
+        num_stages: stages of Triton's pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[Launch]):
     """One kernel's parameters by ascending problem size; the last row applies to any size."""
@@ -115,6 +133,7 @@ class LaunchTable:
         row_norm: by elements of a row.
         pointwise: by elements of a row.
         row_maxima: by elements of a row.
+        expert_linear: by mean rows of an expert.
         rotate_and_write_kv: by elements of a head.
         block_copy: by words of a block.
         draw_thresholds: by elements of a row.
@@ -127,6 +146,7 @@ class LaunchTable:
     row_norm: Rows[RowLaunch]
     pointwise: Rows[BlockLaunch]
     row_maxima: Rows[BlockLaunch]
+    expert_linear: Rows[ExpertLaunch]
     rotate_and_write_kv: Rows[BlockLaunch]
     block_copy: Rows[BlockLaunch]
     draw_thresholds: Rows[BlockLaunch]
@@ -140,6 +160,7 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
     "row_norm": RowLaunch,
     "pointwise": BlockLaunch,
     "row_maxima": BlockLaunch,
+    "expert_linear": ExpertLaunch,
     "rotate_and_write_kv": BlockLaunch,
     "block_copy": BlockLaunch,
     "draw_thresholds": BlockLaunch,

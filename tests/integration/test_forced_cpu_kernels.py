@@ -24,6 +24,7 @@ ARITHMETIC = tuple(
     for name in (
         "batch_invariance",
         "draw_tokens",
+        "experts",
         "linear",
         "logit_rows",
         "logit_rules",

@@ -12,11 +12,21 @@ from functools import partial
 
 import torch
 
-from kernels import DRAW_RECORD, DrawTable, NormKind, RuleTable, WeightUse, reference
+from kernels import (
+    DRAW_RECORD,
+    Cut,
+    DrawTable,
+    NormKind,
+    RoutingRule,
+    RuleTable,
+    WeightUse,
+    reference,
+)
 from kernels.triton import (
     attention,
     blocks,
     cache,
+    experts,
     linear,
     logit_rules,
     pointwise,
@@ -69,6 +79,22 @@ def _pointwise(dtype=BF16) -> None:
         pointwise.rms_norm(hidden, weight, 1e-6, kind=kind, residual=hidden)
     weight = reference.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
     linear.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
+
+
+def _experts(rows=1, dtype=BF16) -> None:
+    hidden = torch.zeros(rows, 64, dtype=dtype)
+    rule, cut = RoutingRule(8, normalizes=True), Cut.whole(128)
+    routing = experts.route_experts(torch.zeros(rows, 129, dtype=dtype)[:, :128], rule, cut)
+    up, down = (
+        reference.make_expert_weight(128, *shape, dtype, CPU, use)
+        for shape, use in (((64, 64), WeightUse.GATED_LINEAR), ((64, 32), WeightUse.LINEAR))
+    )
+    wide = experts.expert_linear(hidden, up, routing, gathers=True)
+    outputs = experts.expert_linear(wide, down, routing, up.data[:, :, 0], gathers=False)
+    shared, gate = torch.zeros(rows, 64), torch.zeros(rows, 1, dtype=dtype)
+    experts.combine_experts(
+        outputs, routing, shared=shared, shared_gate=gate, residual=hidden, out_dtype=FP32
+    )
 
 
 def _angles_and_maxima() -> None:
@@ -150,6 +176,8 @@ CASES: Mapping[str, Callable[[], None]] = {
     "pointwise, float16": partial(_pointwise, FP16),
     "pointwise, float32": partial(_pointwise, FP32),
     "angles and maxima": _angles_and_maxima,
+    "experts": _experts,
+    "experts, prompts, float32": partial(_experts, 1000, FP32),
     "blocks": _blocks,
     "prepare": _prepare,
     "prepare, norms": partial(_prepare, has_norms=True),

@@ -19,6 +19,8 @@ enum class Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 // The use of an RMS norm's weight; see kernels.NormKind.
 enum class NormKind : int64_t { kRounded = 0, kWide = 1, kOffset = 2 };
 
+enum class ExpertScores : int64_t { kSoftmax = 0, kSoftmaxOfChosen = 1 };
+
 enum class Code : int64_t {
   kLinear = 0,
   kTakeRows = 1,
@@ -31,6 +33,9 @@ enum class Code : int64_t {
   kDrawTokens = 8,
   kReduceRanks = 9,
   kGatherColumns = 10,
+  kRouteExperts = 11,
+  kExpertLinear = 12,
+  kCombineExperts = 13,
 };
 
 // out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
@@ -239,6 +244,64 @@ struct GatherColumns {
   float* out;  // [num_rows, num_columns]; null except on rank 0
 };
 
+// The experts with the highest scores for each row, and their rows by expert; see
+// kernels/experts.py. The rank has experts first_expert to end_expert.
+struct RouteExperts {
+  ElementType element;  // of logits
+  const void* logits;
+  int64_t logits_stride;
+  int64_t num_rows;
+  int64_t num_experts;
+  int64_t top_k;
+  ExpertScores scores;
+  int64_t normalizes;
+  int64_t rounds;
+  int64_t first_expert;
+  int64_t end_expert;
+  float* weights;   // [num_rows, top_k]
+  int32_t* slots;   // [num_rows, top_k]
+  int32_t* rows;    // [num_rows * top_k]
+  int32_t* starts;  // [end_expert - first_expert + 1]
+};
+
+// For each slot s of expert e: out[s] = activation(input[row of s] * weight[e] + bias[e]); the row
+// is rows[s], or s if `rows` is null. Weights and biases of experts follow each other.
+struct ExpertLinear {
+  ElementType element;  // of input, weight, bias and out
+  const void* input;
+  int64_t input_stride;
+  int64_t num_slots;
+  int64_t in_features;
+  const uint32_t* weight;
+  int64_t num_experts;
+  int64_t expert_words;  // of an expert's weight
+  int64_t out_features;
+  const void* bias;  // or null
+  Activation activation;
+  const int32_t* rows;
+  const int32_t* starts;
+  void* out;  // [num_slots, out_features]
+};
+
+// out[m] = sum over j of weights[m][j] * outputs[slots[m][j]] + shared[m] * sigmoid(gate[m]) +
+// residual[m]
+struct CombineExperts {
+  ElementType element;  // of outputs, shared_gate and residual
+  const void* outputs;
+  int64_t num_rows;
+  int64_t width;
+  int64_t top_k;
+  const float* weights;
+  const int32_t* slots;
+  const float* shared;      // or null
+  const void* shared_gate;  // one per row, or null
+  int64_t gate_stride;
+  const void* residual;  // or null
+  int64_t residual_stride;
+  void* out;
+  int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
+};
+
 constexpr int64_t kMaxFields = 24;
 
 struct Command {
@@ -277,5 +340,8 @@ void run(const ApplyLogitRules&, Workers&);
 void run(const DrawTokens&, Workers&);
 void run(const ReduceRanks&, Workers&);
 void run(const GatherColumns&, Workers&);
+void run(const RouteExperts&, Workers&);
+void run(const ExpertLinear&, Workers&);
+void run(const CombineExperts&, Workers&);
 
 }  // namespace baton

@@ -66,6 +66,9 @@ void run_one(const Command& command) {
     case Code::kDrawTokens: return run_as<DrawTokens>(command);
     case Code::kReduceRanks: return run_as<ReduceRanks>(command);
     case Code::kGatherColumns: return run_as<GatherColumns>(command);
+    case Code::kRouteExperts: return run_as<RouteExperts>(command);
+    case Code::kExpertLinear: return run_as<ExpertLinear>(command);
+    case Code::kCombineExperts: return run_as<CombineExperts>(command);
   }
 }
 

@@ -1,0 +1,93 @@
+"""Types of mixtures of experts (arXiv:1701.06538): routing rules, routings, and expert weights.
+
+A layer routes each row to the `top_k` experts with the highest scores. A *pair* is a row together
+with one of its experts. Pairs are numbered by row and then by rank of the score. The layers of an
+expert read its pairs as neighbouring rows, in *slots*: slots are sorted by expert, and those of
+one expert by pair.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from typing_extensions import override
+
+from kernels.weights import RowsOfWeight, Weight
+
+__all__ = ["ExpertScores", "ExpertWeight", "Routing", "RoutingRule"]
+
+
+class ExpertScores(Enum):
+    """The scores that rank experts, and weigh their outputs."""
+
+    SOFTMAX = "softmax"
+    """Softmax over all experts' logits."""
+    SOFTMAX_OF_CHOSEN = "softmax of chosen"
+    """Experts are ranked by logits; the weights are the softmax over those of the chosen ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How rows choose experts.
+
+    Attributes:
+        top_k: number of experts that each row chooses.
+        scores: the scores that rank experts.
+        normalizes: whether a row's weights are divided by their sum.
+        rounds: whether weights are rounded to the logits' type.
+    """
+
+    top_k: int
+    scores: ExpertScores = ExpertScores.SOFTMAX
+    normalizes: bool = False
+    rounds: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts that rows have chosen, among those of this rank.
+
+    Attributes:
+        weights: `[rows, top_k]` float32, for the outputs of each row's experts, which are in
+            descending order of their scores.
+        slots: `[rows, top_k]` int32; the slot of each pair, -1 if another rank has its expert.
+        rows: `[rows * top_k]` int32; the row of the pair in each slot. Entries beyond the slots
+            that are in use are undefined.
+        starts: `[num_experts + 1]` int32; expert i of this rank has slots `starts[i]` to
+            `starts[i + 1]`.
+    """
+
+    weights: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight(Weight):
+    """The matrices of several experts, one above another; all have one shape.
+
+    `data` is `[num_experts, ...]`, with each matrix in the memory order of its kernel.
+
+    Attributes:
+        num_experts: number of matrices.
+        template: a matrix of one expert; only its shape and type are used, not its `data`.
+    """
+
+    num_experts: int
+    template: Weight
+
+    @property
+    def rows_per_expert(self) -> int:
+        """Number of outputs of each expert."""
+        return self.template.num_rows
+
+    def expert(self, number: int) -> Weight:
+        """Returns a view of one expert's matrix."""
+        return replace(self.template, data=self.data[number])
+
+    @override
+    def rows(self, first: int, count: int) -> torch.Tensor | RowsOfWeight:
+        """Returns rows, which must lie within one expert's matrix, to be filled."""
+        number, first_of_expert = divmod(first, self.rows_per_expert)
+        return self.expert(number).rows(first_of_expert, count)

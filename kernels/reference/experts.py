@@ -1,0 +1,150 @@
+"""Mixtures of experts, in plain torch: routing, the experts' layers, and the weighted sum."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+
+from kernels.dispatch import kernel
+from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.ranks import Cut
+from kernels.reference.linear import silu_and_mul
+from kernels.weights import DenseWeight, Weight, WeightUse
+
+__all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
+
+
+@kernel("device", "dtype")
+def make_expert_weight(
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> ExpertWeight:
+    """Allocates the matrices of several experts, to be filled through `ExpertWeight.rows`.
+
+    Args:
+        num_experts: number of experts.
+        num_rows: outputs of each expert.
+        num_columns: inputs of each expert.
+        dtype: of the elements.
+        device: that holds the weight.
+        use: LINEAR or GATED_LINEAR.
+    """
+    template = DenseWeight(num_rows, num_columns, use, torch.empty(0, dtype=dtype, device=device))
+    data = torch.empty((num_experts, num_rows, num_columns), dtype=dtype, device=device)
+    return ExpertWeight(num_experts * num_rows, num_columns, use, data, num_experts, template)
+
+
+@kernel("logits.device", "logits.dtype")
+def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+    """Chooses the experts of each row by their scores.
+
+    NaN ranks above all numbers. Equal scores rank in the order of `torch.topk` on a CPU; with
+    Triton, the lower number first.
+
+    Args:
+        logits: `[rows, num_experts]`, neighbouring columns adjacent.
+        rule: how rows choose experts.
+        experts: the experts of this rank.
+    """
+    if rule.scores is ExpertScores.SOFTMAX:
+        weights, ids = torch.topk(logits.softmax(-1, dtype=torch.float32), rule.top_k)
+    else:
+        chosen, ids = torch.topk(logits, rule.top_k)
+        weights = chosen.softmax(-1, dtype=torch.float32)
+    if rule.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if rule.rounds:
+        weights = weights.to(logits.dtype).float()
+    numbers = ids.flatten() - experts.start
+    is_local = (numbers >= 0) & (numbers < experts.size)
+    numbers = numbers.where(is_local, experts.size)  # of other ranks: behind all others
+    pairs = numbers.argsort(stable=True)
+    slots = torch.empty_like(pairs)
+    slots[pairs] = torch.arange(len(pairs), device=logits.device)
+    starts = torch.zeros(experts.size + 2, dtype=torch.int32, device=logits.device)
+    starts[1:] = numbers.bincount(minlength=experts.size + 1).cumsum(0)
+    return Routing(
+        weights,
+        slots.where(is_local, -1).int().view(ids.shape),
+        (pairs // rule.top_k).int(),
+        starts[:-1],
+    )
+
+
+@kernel("weight.data.device", "weight.data.dtype")
+def expert_linear(
+    hidden: torch.Tensor,
+    weight: ExpertWeight,
+    routing: Routing,
+    bias: torch.Tensor | None = None,
+    *,
+    gathers: bool,
+) -> torch.Tensor:
+    """Computes each expert's linear layer for the rows that chose it.
+
+    Args:
+        hidden: `[rows, num_columns]` if `gathers`, else by slot, `[rows * top_k, num_columns]`.
+        weight: the experts' matrices. One made for `WeightUse.GATED_LINEAR` computes
+            `silu(hidden @ gate.T) * (hidden @ up.T)`.
+        routing: of `route_experts`.
+        bias: `[num_experts, rows of a matrix]`.
+        gathers: whether the slots' rows must be gathered first.
+
+    Returns:
+        `[rows * top_k, width]` by slot; slots that are not in use are undefined.
+    """
+    is_gated = weight.use is WeightUse.GATED_LINEAR
+    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    out = hidden.new_empty(len(routing.rows), width)
+    starts = routing.starts.tolist()
+    for number, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            inputs = hidden[routing.rows[start:end]] if gathers else hidden[start:end]
+            matrix = _dense(weight.expert(number))
+            sums = F.linear(inputs, matrix, None if bias is None else bias[number])
+            out[start:end] = silu_and_mul(sums) if is_gated else sums
+    return out
+
+
+@kernel("outputs.device", "outputs.dtype")
+def combine_experts(
+    outputs: torch.Tensor,
+    routing: Routing,
+    *,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Adds up the weighted outputs of each row's experts, in order of their scores.
+
+    Sums are in float32, and rounded once.
+
+    Args:
+        outputs: `[rows * top_k, width]` by slot.
+        routing: of `route_experts`.
+        shared: `[rows, width]` float32; outputs of an expert that all rows have.
+        shared_gate: `[rows, 1]`; `shared` is multiplied by its sigmoid.
+        residual: `[rows, width]`, of the type of `outputs`; it is added.
+        out_dtype: of the result; None for that of `outputs`. float32 is the only other one.
+
+    Returns:
+        `[rows, width]`.
+    """
+    is_local = (routing.slots >= 0).unsqueeze(-1)
+    chosen = outputs[routing.slots.clamp(min=0)].float() * routing.weights.unsqueeze(-1)
+    total = torch.where(is_local, chosen, 0.0).sum(1)
+    if shared is not None:
+        total += shared if shared_gate is None else shared * shared_gate.float().sigmoid()
+    if residual is not None:
+        total += residual
+    return total.to(out_dtype or outputs.dtype)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, DenseWeight)
+    return weight.data

@@ -1,0 +1,353 @@
+"""Mixtures of experts, in Triton: routing, the experts' layers, and the weighted sum."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.ranks import Cut
+from kernels.triton.attention_kernels import product
+from kernels.triton.launch import launch_table
+from kernels.triton.pointwise import with_dense_columns
+from kernels.weights import DenseWeight, WeightUse
+
+__all__ = ["combine_experts", "expert_linear", "route_experts"]
+
+_PAIRS_PER_BLOCK = 1024
+
+
+@TRITON.implements(reference.route_experts)
+def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+    logits = with_dense_columns(logits)
+    num_rows, num_experts = logits.shape
+    num_pairs = num_rows * rule.top_k
+    device = logits.device
+    weights = torch.empty((num_rows, rule.top_k), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, rule.top_k), dtype=torch.int32, device=device)
+    slots = torch.empty_like(ids)
+    rows = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    starts = torch.empty(experts.size + 1, dtype=torch.int32, device=device)
+    block = triton.next_power_of_2(num_experts)
+    if num_rows:
+        _choose_kernel[(num_rows,)](
+            logits,
+            weights,
+            ids,
+            slots,
+            logits.stride(0),
+            num_experts,
+            rule.top_k,
+            IS_OF_ALL=rule.scores is ExpertScores.SOFTMAX,
+            NORMALIZES=rule.normalizes,
+            ROUNDS=rule.rounds,
+            BLOCK=block,
+            BLOCK_K=triton.next_power_of_2(rule.top_k),
+            num_warps=1 if block <= 128 else 4,
+        )
+    _sort_kernel[(experts.size + 1,)](
+        ids,
+        slots,
+        rows,
+        starts,
+        num_pairs,
+        rule.top_k,
+        experts.start,
+        experts.size,
+        BLOCK=_PAIRS_PER_BLOCK,
+        num_warps=4,
+    )
+    return Routing(weights, slots, rows, starts)
+
+
+@triton.jit
+def _choose_kernel(
+    logits,
+    weights,
+    ids,
+    slots,
+    row_stride,
+    num_experts,
+    top_k,
+    IS_OF_ALL: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Chooses a row's experts and their weights; program i: row i. All slots become -1."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < num_experts
+    scores = tl.load(logits + row * row_stride + columns, mask=mask, other=0.0)
+    scores = scores.to(tl.float32)
+    if IS_OF_ALL:
+        scores = _softmax(scores, mask)
+    keys = tl.where(scores != scores, float("inf"), scores)  # NaN ranks first
+    ranks = tl.arange(0, BLOCK_K)
+    chosen, chosen_ids = tl.full((BLOCK_K,), 0.0, tl.float32), tl.full((BLOCK_K,), 0, tl.int32)
+    for rank in range(top_k):
+        highest = tl.max(tl.where(mask, keys, float("-inf")))
+        column = tl.min(tl.where(mask & (keys == highest), columns, BLOCK - 1))
+        score = tl.sum(tl.where(columns == column, scores, 0.0))
+        chosen = tl.where(ranks == rank, score, chosen)
+        chosen_ids = tl.where(ranks == rank, column, chosen_ids)
+        mask &= columns != column
+    if not IS_OF_ALL:
+        chosen = _softmax(chosen, ranks < top_k)
+    if NORMALIZES:
+        chosen /= tl.sum(tl.where(ranks < top_k, chosen, 0.0))
+    if ROUNDS:
+        chosen = chosen.to(logits.dtype.element_ty).to(tl.float32)
+    places = row * top_k + ranks
+    tl.store(weights + places, chosen, mask=ranks < top_k)
+    tl.store(ids + places, chosen_ids, mask=ranks < top_k)
+    tl.store(slots + places, -1, mask=ranks < top_k)
+
+
+@triton.jit
+def _softmax(values, mask):
+    """Returns the softmax of the values in `mask`; 0 for others, which must be finite."""
+    highest = tl.max(tl.where(mask & (values == values), values, float("-inf")))
+    powers = tl.where(mask, tl.exp(tl.where(mask, values - highest, 0.0)), 0.0)
+    return powers / tl.sum(powers)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])  # or each number of rows might compile it again
+def _sort_kernel(
+    ids, slots, rows, starts, num_pairs, top_k, first, num_experts, BLOCK: tl.constexpr
+):
+    """Assigns slots to pairs, sorted by expert; program i: expert `first + i` of the rank.
+
+    The last program only writes the end of the slots.
+    """
+    number = tl.program_id(0)
+    expert = first + number
+    start = 0
+    for begin in range(0, num_pairs, BLOCK):
+        pairs = begin + tl.arange(0, BLOCK)
+        other = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+        start += tl.sum(((other >= first) & (other < expert)).to(tl.int32))
+    tl.store(starts + number, start)
+    if number < num_experts:
+        for begin in range(0, num_pairs, BLOCK):
+            pairs = begin + tl.arange(0, BLOCK)
+            other = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+            is_here = (other == expert).to(tl.int32)
+            slot = start + tl.cumsum(is_here) - is_here
+            tl.store(slots + pairs, slot, mask=is_here > 0)
+            tl.store(rows + slot, pairs // top_k, mask=is_here > 0)
+            start += tl.sum(is_here)
+
+
+@TRITON.implements(reference.expert_linear)
+def expert_linear(
+    hidden: torch.Tensor,
+    weight: ExpertWeight,
+    routing: Routing,
+    bias: torch.Tensor | None = None,
+    *,
+    gathers: bool,
+) -> torch.Tensor:
+    assert isinstance(weight.template, DenseWeight)
+    hidden = with_dense_columns(hidden)
+    is_gated = weight.use is WeightUse.GATED_LINEAR
+    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    num_slots = len(routing.rows)
+    out = torch.empty((num_slots, width), dtype=hidden.dtype, device=hidden.device)
+    if not num_slots or not weight.num_experts:
+        return out
+    launch = launch_table(hidden.device).expert_linear.for_size(
+        triton.cdiv(num_slots, weight.num_experts)
+    )
+    # As many tiles as there can be: every expert may have one that is not full.
+    num_tiles = min(num_slots, triton.cdiv(num_slots, launch.block_m) + weight.num_experts)
+    _expert_linear_kernel[(num_tiles, triton.cdiv(width, launch.block_n))](
+        hidden,
+        weight.data,
+        bias,
+        routing.rows,
+        routing.starts,
+        out,
+        hidden.stride(0),
+        weight.num_columns,
+        width,
+        weight.num_experts,
+        IS_GATED=is_gated,
+        GATHERS=gathers,
+        BLOCK_E=triton.next_power_of_2(weight.num_experts),
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return out
+
+
+@triton.jit
+def _expert_linear_kernel(
+    hidden,
+    weight,
+    bias,
+    rows,
+    starts,
+    out,
+    row_stride,
+    num_columns,
+    width,
+    num_experts,
+    IS_GATED: tl.constexpr,
+    GATHERS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`out = activation(hidden @ weight[e].T + bias[e])` by slot.
+
+    Program (i, j) computes tile i, of up to BLOCK_M slots of one expert, and block j of the width.
+    Tiles are numbered by expert; programs beyond the last one return.
+    """
+    experts = tl.arange(0, BLOCK_E)
+    has_expert = experts < num_experts
+    firsts = tl.load(starts + experts, mask=has_expert, other=0)
+    ends = tl.load(starts + experts + 1, mask=has_expert, other=0)
+    num_tiles = (ends - firsts + BLOCK_M - 1) // BLOCK_M
+    last_tiles = tl.cumsum(num_tiles)
+    tile = tl.program_id(0)
+    expert = tl.sum((last_tiles <= tile).to(tl.int32))
+    if expert >= num_experts:
+        return
+    is_expert = experts == expert
+    tile -= tl.sum(tl.where(is_expert, last_tiles - num_tiles, 0))
+    slots = tl.sum(tl.where(is_expert, firsts, 0)) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_slot = slots < tl.sum(tl.where(is_expert, ends, 0))
+    sources = tl.load(rows + slots, mask=has_slot, other=0) if GATHERS else slots
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_output = outputs < width
+    inputs = hidden + sources.to(tl.int64)[:, None] * row_stride
+    num_rows = width * 2 if IS_GATED else width
+    matrix = weight + (expert.to(tl.int64) * num_rows + outputs)[None, :] * num_columns
+    sums = _products(inputs, matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K)
+    if bias is not None:
+        biases = bias + expert * num_rows + outputs
+        sums += tl.load(biases, mask=has_output, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        up_matrix = matrix + width * num_columns
+        up = _products(
+            inputs, up_matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        if bias is not None:
+            up += tl.load(biases + width, mask=has_output, other=0.0).to(tl.float32)[None, :]
+        sums = _silu(sums.to(out.dtype.element_ty).to(tl.float32))
+        sums *= up.to(out.dtype.element_ty).to(tl.float32)
+    places = out + slots.to(tl.int64)[:, None] * width + outputs[None, :]
+    mask = has_slot[:, None] & has_output[None, :]
+    tl.store(places, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(
+    inputs,
+    matrix,
+    has_slot,
+    has_output,
+    num_columns,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns the sums of a tile's products, [BLOCK_M, BLOCK_N] float32."""
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, num_columns, BLOCK_K):
+        columns = begin + tl.arange(0, BLOCK_K)
+        has_column = columns < num_columns
+        left = tl.load(
+            inputs + columns[None, :], mask=has_slot[:, None] & has_column[None, :], other=0.0
+        )
+        right = tl.load(
+            matrix + columns[:, None], mask=has_column[:, None] & has_output[None, :], other=0.0
+        )
+        sums = product(left, right, sums)
+    return sums
+
+
+@triton.jit
+def _silu(values):
+    """Returns `values * sigmoid(values)`."""
+    power = tl.exp(-tl.abs(values))  # never overflows
+    return values * tl.where(values < 0, power, 1.0) / (1.0 + power)
+
+
+@TRITON.implements(reference.combine_experts)
+def combine_experts(
+    outputs: torch.Tensor,
+    routing: Routing,
+    *,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    (num_rows, top_k), width = routing.slots.shape, outputs.shape[1]
+    out = torch.empty((num_rows, width), dtype=out_dtype or outputs.dtype, device=outputs.device)
+    if not num_rows:
+        return out
+    residual = None if residual is None else with_dense_columns(residual)
+    launch = launch_table(outputs.device).pointwise.for_size(width)
+    _combine_kernel[(num_rows, triton.cdiv(width, launch.block_size))](
+        outputs,
+        routing.weights,
+        routing.slots,
+        shared,
+        shared_gate,
+        residual,
+        out,
+        0 if shared_gate is None else shared_gate.stride(0),
+        0 if residual is None else residual.stride(0),
+        width,
+        top_k,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    outputs,
+    weights,
+    slots,
+    shared,
+    shared_gate,
+    residual,
+    out,
+    gate_stride,
+    residual_stride,
+    width,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    """Adds up a row's weighted outputs; program (i, j) computes block j of row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in range(top_k):
+        slot = tl.load(slots + row * top_k + rank).to(tl.int64)
+        weight = tl.load(weights + row * top_k + rank)
+        if slot >= 0:  # -1 for an expert of another rank
+            chosen = tl.load(outputs + slot * width + columns, mask=mask, other=0.0)
+            total += chosen.to(tl.float32) * weight
+    if shared is not None:
+        states = tl.load(shared + row * width + columns, mask=mask, other=0.0)
+        if shared_gate is not None:
+            gate = tl.load(shared_gate + row * gate_stride).to(tl.float32)
+            states *= 1.0 / (1.0 + tl.exp(-gate))
+        total += states
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
+        total += added.to(tl.float32)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=mask)

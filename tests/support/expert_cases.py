@@ -1,0 +1,165 @@
+"""Checks of kernels of mixtures of experts, for any implementation of them.
+
+`ops` is a module or object with `make_expert_weight`, `route_experts`, `expert_linear` and
+`combine_experts`.
+"""
+
+import torch
+
+from kernels import Cut, ExpertScores, RoutingRule, WeightUse
+from tests.support.kernel_checks import assert_within, eps_of, normal, product_bound
+
+__all__ = [
+    "CUTS",
+    "RULES",
+    "check_combination",
+    "check_layer",
+    "check_slots",
+    "filled_experts",
+    "numbers_of",
+]
+
+# Experts of the model, and how many each row chooses: odd numbers, one, and all.
+RULES = {
+    (5, 1): RoutingRule(1),
+    (5, 5): RoutingRule(5, normalizes=True),
+    (7, 2): RoutingRule(2, normalizes=True, rounds=False),
+    (7, 3): RoutingRule(3, ExpertScores.SOFTMAX_OF_CHOSEN),
+    (130, 2): RoutingRule(2),
+}
+CUTS = [(0, 1), (0, 2), (1, 2), (2, 3)]
+"""(rank, number of ranks); each rank has some of the experts."""
+
+
+def cut_of(num_experts, rank, size):
+    """Returns a rank's experts."""
+    return Cut(num_experts, rank * num_experts // size, (rank + 1) * num_experts // size)
+
+
+def numbers_of(routing):
+    """Returns the number of each pair's expert on this rank; -1 for those of other ranks."""
+    ends = routing.starts[1:].long()
+    numbers = torch.searchsorted(ends, routing.slots.flatten().long(), right=True)
+    return numbers.where(routing.slots.flatten() >= 0, -1).view(routing.slots.shape)
+
+
+def check_slots(ops, num_experts, rule, rows, dtype, device, cut=(0, 1)):
+    """Checks that slots are the pairs of the chosen experts, by expert and then by pair."""
+    logits = normal(rows, num_experts, dtype=dtype).to(device)
+    experts = cut_of(num_experts, *cut)
+    routing = ops.route_experts(logits, rule, experts)
+    if rule.scores is ExpertScores.SOFTMAX:
+        weights, ids = logits.double().softmax(-1).topk(rule.top_k)
+    else:
+        values, ids = logits.double().topk(rule.top_k)
+        weights = values.softmax(-1)
+    if rule.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    eps = eps_of(dtype) if rule.rounds else 0.0
+    chosen = logits.gather(1, ids)
+    if dtype == torch.float32 or len({*logits.flatten().tolist()}) == logits.numel():
+        is_local = (ids >= experts.start) & (ids < experts.end)
+        assert torch.equal(numbers_of(routing), (ids - experts.start).where(is_local, -1))
+    else:  # of equal logits either may be chosen
+        assert chosen.shape == routing.slots.shape
+    assert_within(routing.weights, weights, eps * weights + 1e-6)
+    flat, num_used = routing.slots.flatten(), int(routing.starts[-1])
+    used = flat[flat >= 0]
+    assert sorted(used.tolist()) == list(range(num_used))
+    pairs = (flat >= 0).nonzero().flatten()
+    assert torch.equal(routing.rows[used.long()].long(), pairs // rule.top_k)
+    for start, end in zip(routing.starts[:-1], routing.starts[1:], strict=True):
+        of_expert = pairs[(used >= start) & (used < end)]
+        assert torch.equal(of_expert, of_expert.sort().values)
+    assert routing.starts[0] == 0
+    assert len(routing.starts) == experts.size + 1
+
+
+def filled_experts(ops, matrices, use, device):
+    """Returns a weight that holds `[num_experts, rows, columns]`, filled in parts."""
+    num_experts, num_rows, _ = matrices.shape
+    weight = ops.make_expert_weight(*matrices.shape, matrices.dtype, device, use)
+    count = num_rows // 2 if use is WeightUse.GATED_LINEAR else num_rows
+    for number in range(num_experts):
+        for first in range(0, num_rows, count):
+            rows = weight.rows(number * num_rows + first, count)
+            rows.copy_(matrices[number, first : first + count])
+    return weight
+
+
+def check_layer(ops, shape, routing, dtype, device, *, is_gated, gathers, bias):
+    """Checks an experts' layer against products in float64.
+
+    Args:
+        ops: the kernels.
+        shape: inputs and outputs.
+        routing: the rows of the experts.
+        dtype: of inputs and weights.
+        device: of all tensors.
+        is_gated: whether the layer is gated.
+        gathers: whether the input is by row, not by slot.
+        bias: whether the layer has a bias.
+    """
+    columns, width = shape
+    num_experts, num_used = len(routing.starts) - 1, int(routing.starts[-1])
+    num_rows = 2 * width if is_gated else width
+    hidden = normal(len(routing.slots if gathers else routing.rows), columns, dtype=dtype, seed=1)
+    matrices = normal(num_experts, num_rows, columns, seed=2) * 2 / columns**0.5
+    hidden, matrices = hidden.to(device), matrices.to(device, dtype)
+    biases = normal(num_experts, num_rows, dtype=dtype, seed=3).to(device) if bias else None
+    use = WeightUse.GATED_LINEAR if is_gated else WeightUse.LINEAR
+    weight = filled_experts(ops, matrices, use, device)
+    out = ops.expert_linear(hidden, weight, routing, biases, gathers=gathers)
+    assert out.shape == (len(routing.rows), width)
+    assert out.dtype == dtype
+    for number in range(num_experts):
+        start, end = routing.starts[number : number + 2].tolist()
+        assert end <= num_used
+        inputs = hidden[routing.rows[start:end].long()] if gathers else hidden[start:end]
+        sums = inputs.double() @ matrices[number].double().T
+        bound = product_bound(inputs, matrices[number])
+        if biases is not None:
+            sums = sums + biases[number].double()
+            bound = bound + 1e-7 * sums.abs()
+        _assert_outputs(out[start:end], sums, bound, dtype, is_gated=is_gated)
+
+
+def _assert_outputs(out, sums, bound, dtype, *, is_gated):
+    bound = bound + eps_of(dtype) * sums.abs()
+    if not is_gated:
+        assert_within(out, sums, bound)
+        return
+    gate, up = sums.chunk(2, dim=1)
+    off_gate, off_up = bound.chunk(2, dim=1)
+    silu = (gate * gate.sigmoid()).abs()
+    off = 1.1 * off_gate * (up.abs() + off_up) + silu * off_up
+    assert_within(out, gate * gate.sigmoid() * up, off + 4 * eps_of(dtype) * silu * up.abs())
+
+
+def check_combination(ops, routing, width, dtype, device, *, shared, gate, residual, wide):
+    """Checks weighted sums in float64. Slots that are not in use hold NaN."""
+    num_rows = len(routing.slots)
+    outputs = normal(len(routing.rows), width, dtype=dtype, seed=4).to(device)
+    outputs[int(routing.starts[-1]) :] = torch.nan
+    states = normal(num_rows, width, seed=5).to(device) if shared else None
+    gates = normal(num_rows, 3, dtype=dtype, seed=6).to(device)[:, 1:2] if gate else None
+    added = normal(num_rows, width + 2, dtype=dtype, seed=7).to(device)[:, 2:] if residual else None
+    out = ops.combine_experts(
+        outputs,
+        routing,
+        shared=states,
+        shared_gate=gates,
+        residual=added,
+        out_dtype=torch.float32 if wide else None,
+    )
+    expected = torch.zeros(num_rows, width, dtype=torch.float64, device=device)
+    for row, slots in enumerate(routing.slots.tolist()):
+        for rank, slot in enumerate(slots):
+            if slot >= 0:
+                expected[row] += outputs[slot].double() * routing.weights[row, rank].double()
+    if states is not None:
+        expected += states.double() * (1.0 if gates is None else gates.double().sigmoid())
+    if added is not None:
+        expected += added.double()
+    assert out.dtype == (torch.float32 if wide else dtype)
+    assert_within(out, expected, eps_of(out.dtype) * expected.abs() + 3e-6)
