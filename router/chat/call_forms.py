@@ -145,7 +145,8 @@ class _Calls:
         """Returns the format of a call, with what may end it."""
         syntax = self._syntax
         if syntax.opener:
-            call = _sequence(_const(syntax.opener), self.write_rest(function))
+            opening = (*_optional(syntax.prefixes), _const(syntax.opener))
+            call = _sequence(*opening, self.write_rest(function))
         elif syntax.has_json_arguments:
             call = self._write_object(function)
         else:

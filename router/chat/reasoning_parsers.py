@@ -5,11 +5,14 @@ from typing import ClassVar
 
 from baton.common.flags.plugins import load_plugin
 from baton.common.request.answer import ChatDelta
+from router.chat.harmony import at_header, copy_message, read_header
 from router.chat.text_input import Steps, TextInput
 
 __all__ = [
     "DeepSeekR1ReasoningParser",
+    "Gemma4ReasoningParser",
     "GraniteReasoningParser",
+    "HarmonyReasoningParser",
     "MarkedReasoningParser",
     "MistralReasoningParser",
     "Qwen3ReasoningParser",
@@ -151,10 +154,62 @@ class GraniteReasoningParser(MarkedReasoningParser):
     end = "Here is my response:"
 
 
+class Gemma4ReasoningParser(MarkedReasoningParser):
+    """The channel `thought`, between special tokens."""
+
+    start = "<|channel>thought"
+    end = "<channel|>"
+    needs_special_tokens = True
+
+
+class HarmonyReasoningParser(MarkedReasoningParser):
+    """Messages of gpt-oss in the channel `analysis`.
+
+    Several messages of a kind are separated by a line break. Messages with a recipient are passed
+    on with their tags, for the parser of calls; the contents of all others are the answer's.
+
+    Its tags are those of an answer without calls: for structured outputs and budgets, the
+    reasoning part ends where the final message begins.
+    """
+
+    start = "<|channel|>analysis<|message|>"
+    end = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    needs_special_tokens = True
+
+    def _run(self) -> Steps[None]:
+        text = self._text
+        seen = set[str]()
+        if self.starts_inside:
+            seen.add("analysis")
+            yield from copy_message(text, self._reasoning.append)
+        while (yield from text.peek()):
+            text.record()
+            header = None
+            if (yield from at_header(text)):
+                header = yield from read_header(text)
+            written = text.take_record()
+            if header is None or header.function:
+                self._content.append(written)
+                yield from copy_message(text, self._content.append, keeps_end=header is not None)
+                continue
+            is_reasoning = header.channel == "analysis"
+            parts = self._reasoning if is_reasoning else self._content
+            kind = "analysis" if is_reasoning else "content"
+            if kind in seen:
+                parts.append("\n")
+            seen.add(kind)
+            yield from copy_message(text, parts.append)
+
+
 _PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1ReasoningParser,
+    "deepseek_v3": Qwen3ReasoningParser,
+    "gemma4": Gemma4ReasoningParser,
+    "glm45": Qwen3ReasoningParser,
     "granite": GraniteReasoningParser,
     "mistral": MistralReasoningParser,
+    "olmo3": Qwen3ReasoningParser,
+    "openai_gptoss": HarmonyReasoningParser,
     "qwen3": Qwen3ReasoningParser,
 }
 

@@ -8,22 +8,46 @@ from typing import Any
 
 from baton.common.flags.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
-from router.chat.tool_parsers.hermes import HermesToolParser
+from router.chat.tool_parsers.deepseek import DeepSeekV3ToolParser, DeepSeekV31ToolParser
+from router.chat.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
+from router.chat.tool_parsers.glm import GlmToolParser
+from router.chat.tool_parsers.harmony import HarmonyToolParser
+from router.chat.tool_parsers.hermes import (
+    GraniteToolParser,
+    HermesToolParser,
+    Phi4MiniToolParser,
+)
 from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
 from router.chat.tool_parsers.mistral import MistralToolParser
 from router.chat.tool_parsers.plain_json import ForcedCallsParser, JsonToolParser, NamedCallParser
-from router.chat.tool_parsers.pythonic import PythonicToolParser
+from router.chat.tool_parsers.pythonic import (
+    Lfm2ToolParser,
+    Olmo3ToolParser,
+    PythonicToolParser,
+)
 from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser
 
 __all__ = ["ToolParser", "forced_tool_parser", "tool_parser"]
 
 _PARSERS: dict[str, type[ToolParser]] = {
+    "deepseek_v3": DeepSeekV3ToolParser,
+    "deepseek_v31": DeepSeekV31ToolParser,
+    "functiongemma": FunctionGemmaToolParser,
+    "gemma4": Gemma4ToolParser,
+    "glm45": GlmToolParser,
+    "glm47": GlmToolParser,
+    "granite": GraniteToolParser,
+    "granite4": HermesToolParser,
     "hermes": HermesToolParser,
     "json": JsonToolParser,
+    "lfm2": Lfm2ToolParser,
     "llama3_json": Llama3JsonToolParser,
     "llama4_json": Llama3JsonToolParser,
     "llama4_pythonic": PythonicToolParser,
     "mistral": MistralToolParser,
+    "olmo3": Olmo3ToolParser,
+    "openai": HarmonyToolParser,
+    "phi4_mini_json": Phi4MiniToolParser,
     "pythonic": PythonicToolParser,
     "qwen3_coder": Qwen3CoderToolParser,
     "qwen3_xml": Qwen3CoderToolParser,

@@ -125,7 +125,8 @@ class CallSyntax:
         separators: the texts that may stand between two calls.
         opener: the text that begins calls and nothing else; empty: calls begin like other text, so
             only a whole head shows that there is one.
-        prefixes: without an opener, the texts that may stand before a call that is a JSON object.
+        prefixes: the texts that may stand before a call: before its opener, or, without one,
+            before a call that is a JSON object.
         argument_keys: without an opener, the keys that the arguments may have in such a call.
         has_json_arguments: whether the arguments are a JSON object. If not, they are any text up to
             the tail.

@@ -1,16 +1,65 @@
-"""Values of parameters that models write as plain text: from text and a schema to JSON."""
+"""Parameters whose values models write as plain text: from texts and a schema to JSON."""
 
 import json
 
 from router.chat.text_input import TextInput
-from router.chat.tool_parsers.parameter_schemas import Accepted
-from router.chat.tool_parsers.scalars import is_json_number, json_of_number
+from router.chat.tool_parsers.parameter_schemas import Accepted, FunctionSchema
+from router.chat.tool_parsers.scalars import Sink, escape, is_json_number, json_of_number
 from router.chat.tool_parsers.value_reader import ValueReader
 
-__all__ = ["json_of"]
+__all__ = ["ParameterWriter", "json_of"]
 
 _NULLS = ("null", "none")
 _BOOLEANS = ("true", "false")
+
+
+class ParameterWriter:
+    """Writes the arguments of one call, parameter by parameter.
+
+    Text is written as it comes; the value of another type when it is complete.
+
+    Args:
+        sink: called with each piece of the arguments' JSON.
+        schema: the function's.
+
+    Attributes:
+        names: the parameters that have begun.
+    """
+
+    def __init__(self, sink: Sink, schema: FunctionSchema) -> None:
+        self._sink = sink
+        self._schema = schema
+        self._accepted = Accepted()
+        self._pieces: list[str] = []
+        self.names: set[str] = set()
+
+    def begin(self, name: str) -> None:
+        """Begins a parameter."""
+        self._sink(f'{", " if self.names else "{"}"{escape(name)}": ')
+        self.names.add(name)
+        self._accepted = self._schema.accepted(name)
+        if self._accepted.is_any_text:
+            self._sink('"')
+
+    def add(self, piece: str) -> None:
+        """Adds text to the parameter's value."""
+        if self._accepted.is_any_text:
+            self._sink(escape(piece))
+        else:
+            self._pieces.append(piece)
+
+    def end(self, *, is_whole: bool) -> None:
+        """Ends the parameter's value. One that is not whole is written as it is."""
+        if self._accepted.is_any_text:
+            self._sink('"' if is_whole else "")
+            return
+        value = "".join(self._pieces)
+        self._pieces.clear()
+        self._sink(json_of(value, self._accepted) if is_whole else value)
+
+    def finish(self) -> None:
+        """Ends the arguments."""
+        self._sink("}" if self.names else "{}")
 
 
 def json_of(value: str, accepted: Accepted) -> str:

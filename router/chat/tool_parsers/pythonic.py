@@ -1,7 +1,8 @@
-"""`PythonicToolParser`: a Python list of calls: `[f(a=1), g(b="x")]`.
+"""Tool parsers for calls in Python: `[f(a=1), g(b="x")]`.
 
-The format of Llama 3.2 and 4 and other models. The arguments, which are Python literals, become
-JSON. Llama 4 may write `<|python_start|>` before the list, and `<|python_end|>` behind it.
+The format of Llama 3.2 and 4, Gemma 3 and other models. The arguments, which are Python literals,
+become JSON. Llama 4 may write `<|python_start|>` before the list, and `<|python_end|>` behind it.
+LFM2 and OLMo 3 have tags of their own around calls.
 """
 
 import json
@@ -17,9 +18,15 @@ from router.chat.tool_parsers.base import (
     skip_closings,
     skip_openings,
 )
+from router.chat.tool_parsers.json_calls import read_calls
 from router.chat.tool_parsers.value_reader import ValueReader, skip_blanks
 
-__all__ = ["PythonicToolParser"]
+__all__ = [
+    "Lfm2ToolParser",
+    "Olmo3ToolParser",
+    "PythonicToolParser",
+    "TaggedPythonicToolParser",
+]
 
 _NAME = re.compile(r"[\w.\-]+")
 _KEY = re.compile(r"\w+")
@@ -109,3 +116,75 @@ class PythonicToolParser(GeneratorToolParser):
         self.text.take_record()
         self.answer.start_call(name)
         self.answer.arguments(arguments)
+
+
+class TaggedPythonicToolParser(PythonicToolParser):
+    """Reads calls between tags, with text before, between and after them.
+
+    The calls are a list, or one follows the other. A model that is told to write JSON writes an
+    array of JSON objects between the same tags.
+
+    Attributes:
+        start: the tag before calls.
+        end: the tag behind them; the end of the text may stand for it.
+    """
+
+    needs_special_tokens: ClassVar[bool] = True
+    start: ClassVar[str]
+    end: ClassVar[str]
+
+    def read(self) -> Steps[None]:
+        """Reads the text."""
+        text = self.text
+        while (yield from text.copy_until(self.start, self.answer.content)):
+            text.record(self.start)
+            yield from skip_blanks(text)
+            if (yield from self._read_calls()):
+                text.record()
+                yield from text.skip_whitespace()
+                if (yield from text.skip(self.end, or_beginning=True)):
+                    text.record()
+            self.answer.content(text.take_record())
+
+    def _read_calls(self) -> Steps[bool]:
+        """Returns whether only whole calls were read. If not, the record has what is content."""
+        text = self.text
+        for beginning in ("[{", "{"):
+            if (yield from text.has_next(beginning)):
+                return (yield from read_calls(text, self.answer, marked=True))
+        if (yield from text.skip("[")):
+            return (yield from self._read_list())
+        while (yield from self._read_call()):
+            text.record()
+            yield from skip_blanks(text)
+            if (yield from text.has_next(self.end, or_beginning=True)):
+                return True
+        return False
+
+
+class Lfm2ToolParser(TaggedPythonicToolParser):
+    """`<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>`."""
+
+    start = "<|tool_call_start|>"
+    end = "<|tool_call_end|>"
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(f"{start}[NAME(",),
+        tail=")]",
+        closers=(end,),
+        opener=start,
+        has_json_arguments=False,
+    )
+
+
+class Olmo3ToolParser(TaggedPythonicToolParser):
+    """`<function_calls>`, one call per line, and `</function_calls>`."""
+
+    start = "<function_calls>"
+    end = "</function_calls>"
+    syntax: ClassVar[CallSyntax | None] = CallSyntax(
+        heads=(f"{start}\nNAME(", f"{start}NAME("),
+        tail=f")\n{end}",
+        separators=("\n",),
+        opener=start,
+        has_json_arguments=False,
+    )

@@ -17,13 +17,12 @@ from typing import ClassVar
 from router.chat.text_input import Steps, TextInput
 from router.chat.tool_parsers.base import (
     MAX_NAME_LENGTH,
-    AnswerBuilder,
     CallSyntax,
     GeneratorToolParser,
 )
 from router.chat.tool_parsers.parameter_schemas import FunctionSchema
-from router.chat.tool_parsers.parameter_types import json_of
-from router.chat.tool_parsers.scalars import Sink, escape
+from router.chat.tool_parsers.parameter_types import ParameterWriter
+from router.chat.tool_parsers.scalars import Sink
 
 __all__ = ["Qwen3CoderToolParser"]
 
@@ -83,7 +82,8 @@ class Qwen3CoderToolParser(GeneratorToolParser):
         self.text.take_record()
         self.answer.start_call(name)
         schema = FunctionSchema(self.tools, name)
-        return (yield from _ParameterReader(self.text, self.answer, schema).read())
+        arguments = ParameterWriter(self.answer.arguments, schema)
+        return (yield from _ParameterReader(self.text, arguments, schema).read())
 
     def _is_called(self, name: str) -> Steps[bool]:
         """Returns whether the tag of a function begins a call. Other text only mentions it."""
@@ -103,11 +103,10 @@ class _ParameterReader:
     not have yet, and before the end of the call if no text follows it.
     """
 
-    def __init__(self, text: TextInput, answer: AnswerBuilder, schema: FunctionSchema) -> None:
+    def __init__(self, text: TextInput, arguments: ParameterWriter, schema: FunctionSchema) -> None:
         self._text = text
-        self._answer = answer
+        self._arguments = arguments
         self._schema = schema
-        self._names: set[str] = set()
         self._is_over = False
 
     def read(self) -> Steps[bool]:
@@ -125,12 +124,11 @@ class _ParameterReader:
                 yield from self._drop_cut_tag()
                 return False
             text.take_record()
-            self._answer.arguments(f'{", " if self._names else "{"}"{escape(name)}": ')
-            self._names.add(name)
-            is_whole, name = yield from self._read_value(name)
+            self._arguments.begin(name)
+            is_whole, name = yield from self._read_value()
             if not is_whole:
                 return False
-        self._answer.arguments("}" if self._names else "{}")
+        self._arguments.finish()
         return True
 
     def _is_end(self) -> Steps[bool]:
@@ -141,7 +139,7 @@ class _ParameterReader:
         for tag in (_END, _START, _FUNCTION):
             if (yield from text.has_next(tag)):
                 return True
-        return bool(self._names) and not (yield from text.peek())
+        return bool(self._arguments.names) and not (yield from text.peek())
 
     def _drop_cut_tag(self) -> Steps[None]:
         """Drops the beginning of a tag that the end of the text cuts: it is no content."""
@@ -151,25 +149,16 @@ class _ParameterReader:
         if not (yield from text.peek()):
             text.record()
 
-    def _read_value(self, name: str) -> Steps[tuple[bool, str]]:
+    def _read_value(self) -> Steps[tuple[bool, str]]:
         """Reads a value and what ends it. One line break on either side is not part of it.
 
         Returns:
             Whether the value ended, and the name of the next parameter if its tag was read.
         """
-        accepted = self._schema.accepted(name)
-        arguments = self._answer.arguments
         yield from self._text.skip("\n")
-        if accepted.is_any_text:
-            arguments('"')
-            sink = _WithoutLastBreak(lambda piece: arguments(escape(piece)))
-            is_whole, next_name = yield from self._copy_value(sink)
-            arguments('"' if is_whole else "")
-            return is_whole, next_name
-        pieces: list[str] = []
-        is_whole, next_name = yield from self._copy_value(pieces.append)
-        value = "".join(pieces)
-        arguments(json_of(value.removesuffix("\n"), accepted) if is_whole else value)
+        sink = _WithoutLastBreak(self._arguments.add)
+        is_whole, next_name = yield from self._copy_value(sink)
+        self._arguments.end(is_whole=is_whole)
         return is_whole, next_name
 
     def _copy_value(self, sink: Sink) -> Steps[tuple[bool, str]]:
@@ -194,7 +183,7 @@ class _ParameterReader:
     def _read_next_name(self) -> Steps[str]:
         """Reads a tag within a value; returns its name if it can be the next parameter's."""
         name = yield from _read_tag(self._text, _PARAMETER)
-        is_next = name not in self._names and self._schema.may_have(name)
+        is_next = name not in self._arguments.names and self._schema.may_have(name)
         return name if is_next else ""
 
     def _read_end(self, tag: str) -> Steps[bool]:

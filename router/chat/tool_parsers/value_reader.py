@@ -77,12 +77,14 @@ class ValueReader:
         text: read up to the value's end, or up to the first character that no value can have.
         sink: called with each piece of the JSON.
         is_python: whether the value is Python's.
+        quote: a text before and behind strings that have no escapes; empty: there are none.
     """
 
-    def __init__(self, text: TextInput, sink: Sink, *, is_python: bool) -> None:
+    def __init__(self, text: TextInput, sink: Sink, *, is_python: bool, quote: str = "") -> None:
         self._text = text
         self._sink = sink
         self._is_python = is_python
+        self._quote = quote
         self._brackets: list[_Bracket] = []
         self._held: list[str] = []
         self._num_undecided = 0
@@ -116,6 +118,9 @@ class ValueReader:
             return self._separate(bracket, char)
         if not char or (self._is_python and self._after_value):
             return False
+        if self._quote and (yield from self._text.skip(self._quote)):
+            self._begin_item()
+            return (yield from self._read_unescaped_string())
         if char in _QUOTES:
             self._begin_item()
             return (yield from self._read_string())
@@ -236,6 +241,17 @@ class ValueReader:
             return False
         self._write('"')
         return True
+
+    def _read_unescaped_string(self) -> Steps[bool]:
+        """Reads a string behind `quote`, up to and with the next one."""
+        self._write('"')
+        if not (yield from self._text.copy_until(self._quote, self._write_escaped)):
+            return False
+        self._write('"')
+        return True
+
+    def _write_escaped(self, piece: str) -> None:
+        self._write(escape(piece))
 
     def _read_joined_strings(self) -> Steps[bool]:
         """Reads further strings behind a string. Returns False if one does not end."""

@@ -33,7 +33,14 @@ def tool(name, parameters, **function):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **function}}
 
 
+def seek(name):
+    """One of DeepSeek's tokens."""
+    return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
+
+
 TOOLS = [tool("weather", WEATHER), tool("add", ADD)]
+CALL, SEP, CALL_END = seek("tool call begin"), seek("tool sep"), seek("tool call end")
+LIST, LIST_END = seek("tool calls begin"), seek("tool calls end")
 CALLS = {
     "hermes": [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
@@ -62,6 +69,35 @@ CALLS = {
         '{"name": "weather", "arguments": {"city": "Oslo"}}',
     ],
     "pythonic": ['[weather(city="Oslo")]', '[weather(city="Oslo"), add(x=1)]'],
+    "deepseek_v3": [
+        f'{LIST}{CALL}function{SEP}weather\n```json\n{{"city": "Oslo"}}\n```{CALL_END}{LIST_END}',
+        f'{LIST}{CALL}function{SEP}weather\n```json\n{{"city": "Oslo"}}\n```{CALL_END}\n'
+        f'{CALL}function{SEP}add\n```json\n{{"x": 1}}\n```{CALL_END}{LIST_END}',
+    ],
+    "deepseek_v31": [
+        f'{LIST}{CALL}weather{SEP}{{"city": "Oslo"}}{CALL_END}{LIST_END}',
+        f'{LIST}{CALL}weather{SEP}{{"city": "Oslo"}}{CALL_END}'
+        f'{CALL}add{SEP}{{"x": 1}}{CALL_END}{LIST_END}',
+    ],
+    "granite": [
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+        '<|tool_call|>[{"name": "add", "arguments": {"x": 1}}]',
+    ],
+    "phi4_mini_json": [
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>',
+    ],
+    "glm45": [
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+        "<tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>\n"
+        "<tool_call>add\n</tool_call>",
+    ],
+    "lfm2": ['<|tool_call_start|>[weather(city="Oslo"), add(x=1)]<|tool_call_end|>'],
+    "olmo3": ['<function_calls>\nweather(city="Oslo")\nadd(x=1)\n</function_calls>'],
+    "gemma4": [
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>',
+        "<|tool_call>call:add{x:1}<tool_call|><|tool_call>call:add{x:1}<tool_call|>",
+    ],
 }
 WITH_JSON = [name for name, texts in CALLS.items() if '"city"' in texts[0]]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
