@@ -22,6 +22,7 @@ __all__ = [
     "RMS_NORM",
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
+    "SHORT_CONV",
     "TAKE_ROWS",
     "CommandType",
     "NativeKernels",
@@ -81,6 +82,7 @@ APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")
 DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi w")
 GATHER_COLUMNS = _command(10, "i pii w")
+SHORT_CONV = _command(11, "i pi ii pp piii i p w")
 
 
 class NativeKernels:

@@ -66,6 +66,7 @@ void run_one(const Command& command) {
     case Code::kDrawTokens: return run_as<DrawTokens>(command);
     case Code::kReduceRanks: return run_as<ReduceRanks>(command);
     case Code::kGatherColumns: return run_as<GatherColumns>(command);
+    case Code::kShortConv: return run_as<ShortConv>(command);
   }
 }
 
