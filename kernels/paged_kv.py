@@ -1,11 +1,21 @@
-"""Arguments of attention: sequences, the KV cache, and what prepares queries and keys."""
+"""Arguments of attention and of recurrent layers: sequences, the KV cache with the states, and what
+prepares queries and keys.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AttentionMetadata", "LayerKv", "LogitRows", "PagedKv", "QkNorms", "Rotation"]
+__all__ = [
+    "AttentionMetadata",
+    "LayerKv",
+    "LayerState",
+    "LogitRows",
+    "PagedKv",
+    "QkNorms",
+    "Rotation",
+]
 
 
 # Compared by identity: kernels cache what they derive from an instance for as long as it lives.
@@ -25,6 +35,8 @@ class AttentionMetadata:
             to: `block_id * block_size + offset`.
         max_query_len: longest query of the step.
         max_context_len: longest context of the step.
+        num_unkept: `[num_seqs]` int32; tokens at the end of each sequence that are only proposed,
+            so that no state after them is stored (see `LayerState`). None for 0.
     """
 
     block_tables: torch.Tensor
@@ -33,6 +45,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_context_len: int
+    num_unkept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +84,44 @@ class LayerKv:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerState:
+    """One recurrent layer's states in one step.
+
+    A *slot* holds the layer's state after one token of one sequence. Entry i of a sequence's table
+    names the slot of the state at the end of its block i, or, in the last block, after its last
+    token. For a sequence whose tokens `[start, end)` the step computes, with
+    `kept_end = end - num_unkept`, a kernel
+
+    - reads the state from entry `(start - 1) // block_size`, and begins with zeros if `start` is 0;
+    - stores the state after the last token of each block, and after token `kept_end - 1`, into the
+      entry of that token's block, if the entry is not negative and the token lies before
+      `kept_end`.
+
+    A sequence's state is read before any is stored, so both may be one slot. No other sequence of
+    the step reads a slot that is stored into.
+
+    Attributes:
+        parts: the parts of a state, each `[num_slots, head_slices, heads_per_slice, width]`; the
+            last two axes are dense.
+        meta: metadata of all tokens of the step; its block tables hold slots.
+        block_size: tokens per entry of a table.
+        rows: `[num_computed]` int64; indices of the tokens that are computed further once the
+            state has seen all. None for all tokens.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    meta: AttentionMetadata
+    block_size: int
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PagedKv:
-    """The KV cache of all layers in one step.
+    """The KV cache of all layers in one step, and the states of recurrent layers.
 
     Layers that attend to different windows hold different blocks: each *layer
-    group* has its own block tables, and one block holds the layers of one layer group.
+    group* has its own block tables, and one block holds the layers of one layer group. Recurrent
+    layers are a layer group whose tables hold slots of states.
 
     Attributes:
         pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`, any
@@ -88,6 +134,9 @@ class PagedKv:
             strides, the factor on each vector of `pool`; None if the pool has the model's type.
         on_layer: called with 1 when the first layer is computed, with 2 after the second, and so
             on; on a GPU, when it is launched.
+        state_group: the layer group of the recurrent layers; None if there are none.
+        states: per recurrent layer, in the order of their indices in `slots`, the `parts` of its
+            `LayerState`.
     """
 
     pool: torch.Tensor
@@ -96,19 +145,35 @@ class PagedKv:
     logit_rows: LogitRows | None = None
     scales: torch.Tensor | None = None
     on_layer: Callable[[int], None] | None = None
+    state_group: int | None = None
+    states: Sequence[tuple[torch.Tensor, ...]] = ()
 
-    def layers(self) -> Iterator[LayerKv]:
+    def layers(self) -> Iterator[LayerKv | LayerState]:
         """Yields each layer's part, from the first layer to the last."""
         for layer, (layer_group, index) in enumerate(self.slots, 1):
-            cache, written = self.pool[:, index], self.layer_groups[layer_group]
-            scales = None if self.scales is None else self.scales[:, index]
-            if self.logit_rows is None or layer < len(self.slots):
-                yield LayerKv(cache, scales, written, written, None)
+            is_last = layer == len(self.slots)
+            logit_rows = self.logit_rows if is_last else None
+            if layer_group == self.state_group:
+                yield self._layer_state(index, logit_rows)
             else:
-                attended, rows = self.logit_rows.layer_groups[layer_group], self.logit_rows.rows
-                yield LayerKv(cache, scales, written, attended, rows)
+                yield self._layer_kv(layer_group, index, logit_rows)
             if self.on_layer is not None:
                 self.on_layer(layer)
+
+    def _layer_state(self, index: int, logit_rows: LogitRows | None) -> LayerState:
+        assert self.state_group is not None
+        meta, block_size = self.layer_groups[self.state_group], self.pool.shape[4]
+        rows = None if logit_rows is None else logit_rows.rows
+        return LayerState(self.states[index], meta, block_size, rows)
+
+    def _layer_kv(self, layer_group: int, index: int, logit_rows: LogitRows | None) -> LayerKv:
+        cache, written = self.pool[:, index], self.layer_groups[layer_group]
+        scales = None if self.scales is None else self.scales[:, index]
+        if logit_rows is None:
+            return LayerKv(cache, scales, written, written, None)
+        return LayerKv(
+            cache, scales, written, logit_rows.layer_groups[layer_group], logit_rows.rows
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ __all__ = [
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
     "ROUTE_EXPERTS",
+    "SHORT_CONV",
     "TAKE_ROWS",
     "CommandType",
     "NativeKernels",
@@ -87,6 +88,7 @@ GATHER_COLUMNS = _command(10, "i pii w")
 ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
 EXPERT_LINEAR = _command(12, "i pi ii p iii p i pp w")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
+SHORT_CONV = _command(14, "i pi ii pp piii i p w")
 
 
 class NativeKernels:

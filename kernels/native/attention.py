@@ -15,7 +15,7 @@ from kernels.native.ops import is_vector, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
 from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 
-__all__ = ["paged_attention", "point_to", "rotate_and_write_kv"]
+__all__ = ["pack_batch", "paged_attention", "point_to", "rotate_and_write_kv"]
 
 
 @NATIVE.implements(reference.rotate_and_write_kv)
@@ -56,7 +56,7 @@ def rotate_and_write_kv(
         rotation.cos.data_ptr() if rotation else 0,
         rotation.sin.data_ptr() if rotation else 0,
         *_cache_fields(kv_layer),
-        _pack_batch(meta).ctypes.data,
+        pack_batch(meta).ctypes.data,
         keep=(query, key, value),
     )
     return query
@@ -98,7 +98,7 @@ def paged_attention(
         scale,
         sliding_window or 0,
         out.data_ptr(),
-        _pack_batch(meta).ctypes.data,
+        pack_batch(meta).ctypes.data,
         keep=(query, out),
     )
     return out
@@ -106,7 +106,7 @@ def paged_attention(
 
 @NATIVE.implements(reference.point_to)
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
-    _pack_batch(recorded)[:] = _batch_fields(current)
+    pack_batch(recorded)[:] = _batch_fields(current)
 
 
 def _check_heads(
@@ -157,7 +157,8 @@ def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
 _batches: "WeakKeyDictionary[AttentionMetadata, np.ndarray]" = WeakKeyDictionary()
 
 
-def _pack_batch(meta: AttentionMetadata) -> np.ndarray:
+def pack_batch(meta: AttentionMetadata) -> np.ndarray:
+    """Returns the fields of `Batch`, which keep their address as long as `meta` lives."""
     batch = _batches.get(meta)
     if batch is None:
         batch = _batches[meta] = _batch_fields(meta)
@@ -171,6 +172,8 @@ def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
     assert meta.slot_mapping.is_contiguous()
     assert meta.slot_mapping.dtype == torch.int64
     assert len(meta.block_tables) == len(meta.context_lens) == len(meta.query_starts) - 1
+    if meta.num_unkept is not None:
+        assert is_vector(meta.num_unkept, len(meta.context_lens), torch.int32)
     return np.array(
         [
             meta.block_tables.data_ptr(),
@@ -180,6 +183,7 @@ def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
             meta.slot_mapping.data_ptr(),
             len(meta.context_lens),
             len(meta.slot_mapping),
+            0 if meta.num_unkept is None else meta.num_unkept.data_ptr(),
         ],
         np.int64,
     )

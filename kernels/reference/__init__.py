@@ -12,5 +12,6 @@ from kernels.reference.linear import *  # noqa: F403
 from kernels.reference.logit_rules import *  # noqa: F403
 from kernels.reference.pointwise import *  # noqa: F403
 from kernels.reference.ranks import *  # noqa: F403
+from kernels.reference.recurrent import *  # noqa: F403
 from kernels.reference.sampling import *  # noqa: F403
 from kernels.reference.steps import *  # noqa: F403

@@ -30,6 +30,7 @@ from kernels.triton import (
     linear,
     logit_rules,
     pointwise,
+    recurrent,
     row_state,
     sampling,
 )
@@ -38,6 +39,7 @@ from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
 from tests.support.preparation_cases import make_case as preparation_case
 from tests.support.row_cases import RowCase
+from tests.support.state_cases import conv_case, state_step
 
 __all__ = ["CASES"]
 
@@ -171,6 +173,13 @@ def _rows() -> None:
         row_state.keep_drawn(case.rows, ids[:count], ids[:count])
 
 
+def _convolve(spans, dtype=BF16, **options) -> None:
+    case = conv_case([start + length for start, length in spans], 256, 3, dtype, **options)
+    tables = [[index] * 20 for index in range(len(spans))]
+    state = state_step(spans, tables, 16, (case.slots(len(spans)),), [0] * len(spans))
+    recurrent.short_conv(case.rows(spans), case.weight, case.bias, state)
+
+
 CASES: Mapping[str, Callable[[], None]] = {
     "pointwise": _pointwise,
     "pointwise, float16": partial(_pointwise, FP16),
@@ -199,6 +208,8 @@ CASES: Mapping[str, Callable[[], None]] = {
     "thresholds": _thresholds,
     "rules": _rules,
     "rows": _rows,
+    "convolution": partial(_convolve, DECODE),
+    "convolution of prompts, float32": partial(_convolve, [(30, 1), (0, 70)], FP32, has_bias=True),
 }
 
 

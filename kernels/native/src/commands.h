@@ -36,6 +36,7 @@ enum class Code : int64_t {
   kRouteExperts = 11,
   kExpertLinear = 12,
   kCombineExperts = 13,
+  kShortConv = 14,
 };
 
 // out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
@@ -112,6 +113,7 @@ struct Batch {
   const int64_t* slot_mapping;
   int64_t num_seqs;
   int64_t num_tokens;
+  const int32_t* num_unkept;  // null: 0 for each sequence
 };
 
 // Normalizes and rotates Q (in place) and K, both optional; writes K and V into the cache.
@@ -302,6 +304,26 @@ struct CombineExperts {
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
+// out[t] = C[t] * (sum over j of weight[j] * u[t - width + 1 + j] + bias), u = B * x, by channel,
+// where B, C and x are the thirds of input[t]; see kernels/reference/recurrent.py. The state holds
+// the last width - 1 values of u; kernels.LayerState says when it is read and stored.
+struct ShortConv {
+  ElementType element;
+  const void* input;  // [num_tokens, 3 * channels]
+  int64_t input_stride;
+  int64_t channels;
+  int64_t width;
+  const void* weight;  // [width, channels]
+  const void* bias;    // [channels], or null
+  void* states;        // [num_slots, slices, channels_per_slice, width - 1]
+  int64_t slot_stride;
+  int64_t slice_stride;
+  int64_t channels_per_slice;
+  int64_t block_size;
+  const Batch* batch;
+  void* out;  // [num_tokens, channels]
+};
+
 constexpr int64_t kMaxFields = 24;
 
 struct Command {
@@ -343,5 +365,6 @@ void run(const GatherColumns&, Workers&);
 void run(const RouteExperts&, Workers&);
 void run(const ExpertLinear&, Workers&);
 void run(const CombineExperts&, Workers&);
+void run(const ShortConv&, Workers&);
 
 }  // namespace baton
