@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.layer_kinds import NormKind
+
 __all__ = [
     "AttentionMetadata",
     "LayerKv",
@@ -178,7 +180,13 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of each token's angles, `[num_tokens, head_dim / 2]` float32."""
+    """Cosines and sines of each token's angles.
+
+    Attributes:
+        cos: `[num_tokens, rotary_dim / 2]` float32. The first `rotary_dim` elements of a head are
+            rotated, and the rest is unchanged.
+        sin: as `cos`.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -192,8 +200,10 @@ class QkNorms:
         query_weight: `[head_dim]`.
         key_weight: `[head_dim]`.
         eps: added to the mean of squares.
+        kind: of both norms.
     """
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
     eps: float
+    kind: NormKind = NormKind.ROUNDED

@@ -32,7 +32,7 @@ __all__ = [
     "library",
 ]
 
-_MAX_FIELDS = 24
+_MAX_FIELDS = 32
 # The library's functions return 0 on success and 1 if memory ran out.
 _NO_THREADS = 2
 _RANKS_LOST = 3
@@ -78,7 +78,7 @@ LINEAR = _command(0, "i pi ii pi p pi i wi i")
 TAKE_ROWS = _command(1, "i piii ii pi w i")
 RMS_NORM = _command(2, "i pi ii p d i pi w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
-ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")
+ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp di pp i w iiiii p")
 PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
 ARGMAX = _command(6, "p iii ww")
 APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")

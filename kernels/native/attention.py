@@ -10,6 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
+from kernels.layer_kinds import NormKind
 from kernels.library import commands
 from kernels.native.ops import is_vector, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
@@ -53,8 +54,10 @@ def rotate_and_write_kv(
         norms.query_weight.data_ptr() if norms else 0,
         norms.key_weight.data_ptr() if norms else 0,
         norms.eps if norms else 0.0,
+        (norms.kind if norms else NormKind.ROUNDED).value,
         rotation.cos.data_ptr() if rotation else 0,
         rotation.sin.data_ptr() if rotation else 0,
+        rotation.cos.shape[1] if rotation else 0,
         *_cache_fields(kv_layer),
         pack_batch(meta).ctypes.data,
         keep=(query, key, value),
@@ -126,10 +129,11 @@ def _check_preparation(
     """Asserts that angles and norms fit a query of `[num_tokens, num_heads, head_dim]`."""
     num_tokens, _, head_dim = query.shape
     if rotation is not None:
-        assert head_dim % 2 == 0
+        num_pairs = rotation.cos.shape[1]
+        assert 2 * num_pairs <= head_dim
         for angles in (rotation.cos, rotation.sin):
             assert angles.dtype == torch.float32
-            assert angles.shape == (num_tokens, head_dim // 2)
+            assert angles.shape == (num_tokens, num_pairs)
             assert angles.is_contiguous()
     if norms is not None:
         assert is_vector(norms.query_weight, head_dim, query.dtype)

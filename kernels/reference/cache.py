@@ -41,8 +41,8 @@ def rotate_and_write_kv(
         The query that attends, `[num_tokens, num_heads, head_dim]`.
     """
     if norms is not None:
-        query = rms_norm(query, norms.query_weight, norms.eps)
-        key = rms_norm(key, norms.key_weight, norms.eps)
+        query = rms_norm(query, norms.query_weight, norms.eps, kind=norms.kind)
+        key = rms_norm(key, norms.key_weight, norms.eps, kind=norms.kind)
     if rotation is not None:
         cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)

@@ -39,16 +39,22 @@ def rms_norm(
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates each head's halves by the token's angles (arXiv:2104.09864, half-split pairs).
+    """Rotates the first elements of each head by the token's angles.
+
+    The pairs are the halves of these elements (arXiv:2104.09864).
 
     Args:
         states: `[num_tokens, num_heads, head_dim]`.
-        cos: `[num_tokens, head_dim / 2]`, of the dtype of `states`.
+        cos: `[num_tokens, rotary_dim / 2]`, of the dtype of `states`; `rotary_dim` is at most
+            `head_dim`.
         sin: as `cos`.
     """
-    first, second = states.chunk(2, dim=-1)
+    half = cos.shape[1]
+    sizes = [half, half, states.shape[2] - 2 * half]
+    first, second, unrotated = torch.split(states, sizes, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*rotated, unrotated), dim=-1)
 
 
 @kernel("frequencies.device", "frequencies.dtype")
@@ -57,7 +63,7 @@ def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude:
 
     Args:
         positions: `[num_tokens]` int64.
-        frequencies: `[head_dim / 2]` float32, radians per position.
+        frequencies: `[rotary_dim / 2]` float32, radians per position.
         amplitude: 1, or the factor of a scaling for long contexts.
     """
     angles = positions.unsqueeze(1).float() * frequencies

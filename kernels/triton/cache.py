@@ -6,8 +6,10 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
+from kernels.layer_kinds import NormKind
 from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.triton.launch import launch_table
+from kernels.triton.pointwise import times_weight
 
 __all__ = ["rotate_and_write_kv"]
 
@@ -33,10 +35,14 @@ def rotate_and_write_kv(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     assert key.shape == value.shape == (num_tokens, num_kv_heads, head_dim)
-    assert rotation is None or rotation.cos.shape == (num_tokens, head_dim // 2)
+    # A head is loaded in two parts; rotation pairs elements of both.
+    num_first = (head_dim + 1) // 2 if rotation is None else rotation.cos.shape[1]
+    if rotation is not None:
+        assert rotation.cos.shape == rotation.sin.shape == (num_tokens, num_first)
+        assert 2 * num_first <= head_dim
     launch = launch_table(query.device).rotate_and_write_kv.for_size(head_dim)
-    half_block = triton.next_power_of_2((head_dim + 1) // 2)
-    heads_block = max(1, launch.block_size // (2 * half_block))
+    part_block = triton.next_power_of_2(max(num_first, head_dim - num_first))
+    heads_block = max(1, launch.block_size // (2 * part_block))
     is_query_changed = rotation is not None or norms is not None
     num_query_parts = triton.cdiv(num_heads, heads_block) if is_query_changed else 0
     num_parts = num_query_parts + triton.cdiv(num_kv_heads, heads_block)
@@ -62,10 +68,12 @@ def rotate_and_write_kv(
         num_heads,
         num_kv_heads,
         head_dim,
+        num_first,
         kv_layer.shape[3],
         num_query_parts,
+        NORM_KIND=(norms.kind if norms else NormKind.ROUNDED).value,
         HEADS=heads_block,
-        HALF=half_block,
+        PART=part_block,
         num_warps=launch.num_warps,
     )
     return query
@@ -103,10 +111,12 @@ def _rotate_and_write_kv_kernel(
     num_heads,
     num_kv_heads,
     head_dim,
+    num_first,
     block_size,
     num_query_parts,
+    NORM_KIND: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """`query = turn(norm(query))`, `cache[slot] = turn(norm(key)), value`.
 
@@ -120,17 +130,21 @@ def _rotate_and_write_kv_kernel(
         heads = (part * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = query + token * query_token_stride + heads * query_head_stride
         is_head = heads < num_heads
-        first, second = _load(starts, is_head, head_dim, HALF)
-        first, second = _norm(first, second, query_weight, eps, query, head_dim, HALF)
-        first, second = _turn(first, second, cos, sin, token, head_dim, HALF)
-        _store(first, second, starts, 1, is_head, head_dim, HALF)
+        first, second = _load(starts, is_head, head_dim, num_first, PART)
+        first, second = _norm(
+            first, second, query_weight, eps, query, head_dim, num_first, NORM_KIND, PART
+        )
+        first, second = _turn(first, second, cos, sin, token, num_first, PART)
+        _store(first, second, starts, 1, is_head, head_dim, num_first, PART)
     else:
         heads = ((part - num_query_parts) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = key + token * key_token_stride + heads * key_head_stride
         is_head = heads < num_kv_heads
-        first, second = _load(starts, is_head, head_dim, HALF)
-        first, second = _norm(first, second, key_weight, eps, key, head_dim, HALF)
-        first, second = _turn(first, second, cos, sin, token, head_dim, HALF)
+        first, second = _load(starts, is_head, head_dim, num_first, PART)
+        first, second = _norm(
+            first, second, key_weight, eps, key, head_dim, num_first, NORM_KIND, PART
+        )
+        first, second = _turn(first, second, cos, sin, token, num_first, PART)
 
         slot = tl.load(slot_mapping + token)
         block, offset = slot // block_size, slot % block_size
@@ -140,91 +154,114 @@ def _rotate_and_write_kv_kernel(
         scale_offsets = scale_place + heads * scale_head_stride
         first, second = _round(first, key), _round(second, key)
         _store_scaled(
-            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim, HALF
-        )
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim,
+            num_first, PART,
+        )  # fmt: skip
 
         starts = value + token * value_token_stride + heads * value_head_stride
-        first, second = _load(starts, is_head, head_dim, HALF)
+        first, second = _load(starts, is_head, head_dim, num_first, PART)
         targets += cache_kv_stride
         scale_offsets += scale_kv_stride
         _store_scaled(
-            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim, HALF
-        )
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim,
+            num_first, PART,
+        )  # fmt: skip
 
 
 @triton.jit
-def _load(starts, is_head, head_dim, HALF: tl.constexpr):
-    """Loads the halves of heads that begin at `starts`, `[HEADS, HALF]` float32 each.
+def _load(starts, is_head, head_dim, num_first, PART: tl.constexpr):
+    """Loads heads that begin at `starts` in two parts, `[HEADS, PART]` float32 each.
 
-    Rotation pairs the halves; for an odd width, the second is shorter by one.
+    The first has `num_first` elements; rotation pairs them with the first of the second part.
     """
-    columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
+    columns = tl.arange(0, PART)
     places = starts[:, None] + columns[None, :]
-    first_mask = is_head[:, None] & (columns < half)[None, :]
-    second_mask = is_head[:, None] & (columns + half < head_dim)[None, :]
+    first_mask = is_head[:, None] & (columns < num_first)[None, :]
+    second_mask = is_head[:, None] & (columns + num_first < head_dim)[None, :]
     first = tl.load(places, mask=first_mask, other=0.0)
-    second = tl.load(places + half, mask=second_mask, other=0.0)
+    second = tl.load(places + num_first, mask=second_mask, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
-def _store(first, second, starts, dim_stride, is_head, head_dim, HALF: tl.constexpr):
-    """Stores halves as `_load` reads them, in the element type of `starts`."""
-    columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
-    first_mask = is_head[:, None] & (columns < half)[None, :]
-    second_mask = is_head[:, None] & (columns + half < head_dim)[None, :]
+def _store(first, second, starts, dim_stride, is_head, head_dim, num_first, PART: tl.constexpr):
+    """Stores parts as `_load` reads them, in the element type of `starts`."""
+    columns = tl.arange(0, PART)
+    first_mask = is_head[:, None] & (columns < num_first)[None, :]
+    second_mask = is_head[:, None] & (columns + num_first < head_dim)[None, :]
     places = starts[:, None] + columns[None, :] * dim_stride
     dtype = starts.dtype.element_ty
     tl.store(places, first.to(dtype), mask=first_mask)
-    tl.store(places + half * dim_stride, second.to(dtype), mask=second_mask)
+    tl.store(places + num_first * dim_stride, second.to(dtype), mask=second_mask)
 
 
 @triton.jit
-def _norm(first, second, weight, eps, like, head_dim, HALF: tl.constexpr):
+def _norm(
+    first,
+    second,
+    weight,
+    eps,
+    like,
+    head_dim,
+    num_first,
+    NORM_KIND: tl.constexpr,
+    PART: tl.constexpr,
+):
     """Computes `states / sqrt(mean(states^2) + eps) * weight` by head, if there is a weight."""
     if weight is not None:
-        columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
+        columns = tl.arange(0, PART)
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         factors = tl.rsqrt(squares / head_dim + eps)[:, None]
-        first_weight = tl.load(weight + columns, mask=columns < half, other=0.0)
-        second_weight = tl.load(weight + half + columns, mask=columns + half < head_dim, other=0.0)
-        # Rounded before the product with the weight, as in the models' training.
-        first = _round(first * factors, like) * first_weight.to(tl.float32)[None, :]
-        second = _round(second * factors, like) * second_weight.to(tl.float32)[None, :]
+        first_weight = tl.load(weight + columns, mask=columns < num_first, other=0.0)
+        second_mask = columns + num_first < head_dim
+        second_weight = tl.load(weight + num_first + columns, mask=second_mask, other=0.0)
+        first_weight = first_weight.to(tl.float32)[None, :]
+        second_weight = second_weight.to(tl.float32)[None, :]
+        first = times_weight(first * factors, first_weight, like, NORM_KIND)
+        second = times_weight(second * factors, second_weight, like, NORM_KIND)
     return first, second
 
 
 @triton.jit
-def _turn(first, second, cos, sin, token, head_dim, HALF: tl.constexpr):
-    """Rotates each head's halves by the token's angles, if there are cosines."""
+def _turn(first, second, cos, sin, token, num_first, PART: tl.constexpr):
+    """Rotates the pairs of each head by the token's angles, if there are cosines."""
     if cos is not None:
-        columns, half = tl.arange(0, HALF), head_dim // 2
-        place, mask = token * half + columns, columns < half
+        columns = tl.arange(0, PART)
+        place, mask = token * num_first + columns, columns < num_first
         cosines = tl.load(cos + place, mask=mask, other=0.0)[None, :]
         sines = tl.load(sin + place, mask=mask, other=0.0)[None, :]
         turned = first * cosines - second * sines
-        second = second * cosines + first * sines
+        second = tl.where(mask[None, :], second * cosines + first * sines, second)
         first = turned
     return first, second
 
 
 @triton.jit
 def _store_scaled(
-    first, second, starts, dim_stride, scales, offsets, is_head, head_dim, HALF: tl.constexpr
+    first,
+    second,
+    starts,
+    dim_stride,
+    scales,
+    offsets,
+    is_head,
+    head_dim,
+    num_first,
+    PART: tl.constexpr,
 ):
-    """Stores halves as `_store` does; if there are scales, as 8-bit floats and a factor per head.
+    """Stores parts as `_store` does; if there are scales, as 8-bit floats and a factor per head.
 
     The same as `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
     `narrow = states / scale`.
     """
     if scales is None:
-        _store(first, second, starts, dim_stride, is_head, head_dim, HALF)
+        _store(first, second, starts, dim_stride, is_head, head_dim, num_first, PART)
     else:
         largest = tl.maximum(_largest(first), _largest(second))
         scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), _TINY)
         tl.store(scales + offsets, scale, mask=is_head)
         first_bits, second_bits = _narrow(first, scale), _narrow(second, scale)
-        _store(first_bits, second_bits, starts, dim_stride, is_head, head_dim, HALF)
+        _store(first_bits, second_bits, starts, dim_stride, is_head, head_dim, num_first, PART)
 
 
 @triton.jit

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
+from kernels import NormKind
 from tests.support.kernel_checks import DTYPES
+from tests.support.pairs import pairs
 from tests.support.preparation_cases import make_case
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -24,6 +26,15 @@ def test_states_with_rotation(head_dim, has_norms, dtype):
 @pytest.mark.parametrize("head_dim", [1, 5, 31, 64])
 def test_states_without_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype, rotates=False).check()
+
+
+@pytest.mark.parametrize(
+    ("dims", "norm_kind", "dtype"),
+    pairs([(8, 2), (7, 4), (96, 72), (128, 32), (64, 34)], [None, *NormKind], DTYPES),
+)
+def test_partial_rotation_and_kinds_of_norms(dims, norm_kind, dtype):
+    options = {} if norm_kind is None else {"has_norms": True, "norm_kind": norm_kind}
+    make_case(head_dim=dims[0], rotary_dim=dims[1], dtype=dtype, **options).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -115,9 +115,9 @@ def test_rotations_of_wrong_types_and_shapes_are_refused(angles):
             prepare(rotation=rotation)
 
 
-def test_rotation_of_heads_of_odd_size_is_refused():
+def test_rotation_of_more_elements_than_a_head_has_is_refused():
     with pytest.raises(AssertionError):
-        prepare(head_dim=7, rotation=Rotation(torch.ones(2, 3), torch.ones(2, 3)))
+        prepare(head_dim=7, rotation=Rotation(torch.ones(2, 4), torch.ones(2, 4)))
 
 
 @pytest.mark.parametrize("weight", [normal(7), normal(8).bfloat16()])

@@ -190,6 +190,9 @@ CASES: Mapping[str, Callable[[], None]] = {
     "blocks": _blocks,
     "prepare": _prepare,
     "prepare, norms": partial(_prepare, has_norms=True),
+    "prepare, partly rotated": partial(
+        _prepare, rotary_dim=96, has_norms=True, norm_kind=NormKind.OFFSET
+    ),
     "prepare, no rotation, float16": partial(_prepare, FP16, rotates=False),
     "prepare, 8 bits": partial(_prepare, is_narrow=True, has_norms=True),
     "prepare, float32": partial(_prepare, FP32),

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 import kernels
-from kernels import QkNorms, Rotation, reference
+from kernels import NormKind, QkNorms, Rotation, reference
 from tests.support.kernel_checks import CPU, assert_within, eps_of, normal, spacing_at_zero
 from tests.support.paged_batches import meta_on, shuffled_tables, step_metadata
 
@@ -77,19 +77,24 @@ class PreparationCase:
         bound = torch.zeros_like(states)
         if weight is not None:
             mean = states.square().mean(-1, keepdim=True)
-            states = states / (mean + self.norms.eps).sqrt() * weight.double()
+            factors = weight.double() + (1 if self.norms.kind is NormKind.OFFSET else 0)
+            states = states / (mean + self.norms.eps).sqrt() * factors
             bound = (2 * self.rounding + 8 * eps_of(torch.float32)) * states.abs()
             bound += 8 * spacing_at_zero(self.qkv.dtype)
         if self.rotation is None:
             return states, bound
         cos = self.rotation.cos.double().unsqueeze(1)
         sin = self.rotation.sin.double().unsqueeze(1)
+        rotary_dim = 2 * cos.shape[-1]
+        unrotated, same_bound = states[..., rotary_dim:], bound[..., rotary_dim:]
+        states, bound = states[..., :rotary_dim], bound[..., :rotary_dim]
         first, second = states.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
         magnitudes = states.abs().add(bound).unflatten(-1, (2, -1)).sum(-2)
         # Torch rounds the angles' cosines and each product to the type.
         rotated_bound = bound.unflatten(-1, (2, -1)).sum(-2) + 5 * self.rounding * magnitudes
-        return turned, rotated_bound.repeat(1, 1, 2) + spacing_at_zero(self.qkv.dtype)
+        rotated_bound = rotated_bound.repeat(1, 1, 2) + spacing_at_zero(self.qkv.dtype)
+        return torch.cat((*turned, unrotated), -1), torch.cat((rotated_bound, same_bound), -1)
 
 
 def make_case(
@@ -101,18 +106,24 @@ def make_case(
     block_size=4,
     dtype=torch.float32,
     rotates=True,
+    rotary_dim=None,
     has_norms=False,
+    norm_kind=NormKind.ROUNDED,
     seed=0,
     module=kernels,
     device=CPU,
     rounding=None,
 ):
-    """Returns a case on `device`; `rounding` defaults to half the distance of two numbers."""
+    """Returns a case on `device`.
+
+    The whole head is rotated by default; `rounding` defaults to half the distance of two numbers.
+    """
     tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed)
     positions, meta = step_metadata(spans, tables, block_size)
     shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
-    frequencies = 1e4 ** (-torch.arange(head_dim // 2) / max(1, head_dim // 2))
-    rotation = reference.rotary_angles(positions, frequencies, 1.0)
+    num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
+    frequencies = 1e4 ** (-torch.arange(num_pairs) / max(1, num_pairs))
+    rotation = reference.rotary_angles(positions, frequencies, 1.3)
     norms = [normal(head_dim, dtype=dtype, seed=seed + which).to(device) for which in (1, 2)]
     qkv_shape = len(positions), num_heads + 2 * num_kv_heads, head_dim
     return PreparationCase(
@@ -123,5 +134,5 @@ def make_case(
         meta=meta_on(device, meta),
         num_heads=num_heads,
         rotation=Rotation(rotation.cos.to(device), rotation.sin.to(device)) if rotates else None,
-        norms=QkNorms(*norms, eps=1e-6) if has_norms else None,
+        norms=QkNorms(*norms, eps=1e-6, kind=norm_kind) if has_norms else None,
     )

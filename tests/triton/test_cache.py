@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import NormKind
 from kernels.reference.cache import quantize_kv
 from kernels.triton import cache
 from tests.support import preparation_cases
@@ -40,6 +41,15 @@ def test_states_with_rotation(head_dim, has_norms, dtype):
 @pytest.mark.parametrize("head_dim", [1, 5])
 def test_states_without_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype, rotates=False).check()
+
+
+@pytest.mark.parametrize(
+    ("dims", "norm_kind", "dtype"),
+    pairs([(8, 2), (7, 4), (96, 72), (128, 32)], [None, *NormKind], DTYPES),
+)
+def test_partial_rotation_and_kinds_of_norms(dims, norm_kind, dtype):
+    options = {} if norm_kind is None else {"has_norms": True, "norm_kind": norm_kind}
+    make_case(head_dim=dims[0], rotary_dim=dims[1], dtype=dtype, **options).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (14, 2), (4, 4), (64, 8)])
@@ -148,9 +158,9 @@ class NarrowCase:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [2, 64, 80])
-def test_keys_and_values_are_quantized_like_the_reference_bit_for_bit(head_dim, dtype):
-    options = {"head_dim": head_dim, "dtype": dtype, "has_norms": True}
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, None), (64, 16), (80, None)])
+def test_keys_and_values_are_quantized_like_the_reference_bit_for_bit(head_dim, rotary_dim, dtype):
+    options = {"head_dim": head_dim, "rotary_dim": rotary_dim, "dtype": dtype, "has_norms": True}
     query, narrow, scales = NarrowCase(**options).run()
     plain = make_case(**options)
     assert torch.equal(query, plain.run(*plain.parts()))

@@ -131,8 +131,10 @@ struct RotateAndWriteKv {
   const void* query_norm;  // [head_dim] of RMS norms, or null
   const void* key_norm;
   double eps;
-  const float* cos;  // [num_tokens, head_dim / 2], or null: no rotation
+  NormKind norm_kind;
+  const float* cos;  // [num_tokens, rotary_half], or null: no rotation
   const float* sin;
+  int64_t rotary_half;  // half the number of elements that are rotated, a head's first ones
   void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_dim]
   int64_t block_stride;
   int64_t value_offset;  // from K to V
@@ -324,7 +326,7 @@ struct ShortConv {
   void* out;  // [num_tokens, channels]
 };
 
-constexpr int64_t kMaxFields = 24;
+constexpr int64_t kMaxFields = 32;
 
 struct Command {
   Code code;

@@ -87,7 +87,8 @@ void add_row(const typename E::Stored* addend, int64_t size, typename E::Stored*
   }
 }
 
-// Rotates the halves of one head by the token's angles (arXiv:2104.09864, half-split pairs).
+// Rotates the first 2 * half_dim elements of one head by the token's angles (arXiv:2104.09864,
+// half-split pairs).
 template <class E>
 void rotate(typename E::Stored* head, const float* cos, const float* sin, int64_t half_dim) {
   auto* upper = head + half_dim;
@@ -109,11 +110,11 @@ template <class E>
 void prepare_head(const RotateAndWriteKv& job, int64_t token, typename E::Stored* head,
                   const void* norm) {
   if (norm) {
-    normalize_as<E>(NormKind::kRounded, head, static_cast<const typename E::Stored*>(norm),
+    normalize_as<E>(job.norm_kind, head, static_cast<const typename E::Stored*>(norm),
                     job.head_dim, job.eps, head);
   }
   if (job.cos) {
-    const int64_t half_dim = job.head_dim / 2;
+    const int64_t half_dim = job.rotary_half;
     rotate<E>(head, job.cos + token * half_dim, job.sin + token * half_dim, half_dim);
   }
 }
