@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from engine.models.config import decoder_config, gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
+from engine.models.decoder_families import (
+    phi3_config,
+    qwen2_config,
+    qwen3_config,
+    smollm3_config,
+)
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
@@ -49,21 +54,11 @@ class ModelFamily:
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
-        "MistralForCausalLM": ModelFamily(
-            "mistral", partial(decoder_config, bias_fields=(), windows="always"), Decoder
-        ),
-        "Qwen2ForCausalLM": ModelFamily(
-            "qwen2",
-            partial(decoder_config, qkv_bias=True, bias_fields=(), windows="optional"),
-            Decoder,
-        ),
-        "Qwen3ForCausalLM": ModelFamily(
-            "qwen3",
-            partial(
-                decoder_config, qk_norm=True, bias_fields=("attention_bias",), windows="optional"
-            ),
-            Decoder,
-        ),
+        "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),
+        "Phi3ForCausalLM": ModelFamily("phi3", phi3_config, Decoder),
+        "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
+        "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),
+        "SmolLM3ForCausalLM": ModelFamily("smollm3", smollm3_config, Decoder),
         "OPTForCausalLM": ModelFamily("opt", opt_config, Opt),
         "GPT2LMHeadModel": ModelFamily("gpt2", gpt2_config, Gpt2),
     }
@@ -117,4 +112,5 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def _has_class(family: ModelFamily, architecture: str | None) -> bool:
-    return architecture is None or architecture.lower().startswith(family.model_type)
+    stem = family.model_type.replace("_", "")
+    return architecture is None or architecture.lower().startswith(stem)

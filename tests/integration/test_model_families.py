@@ -5,11 +5,13 @@ a wrong slot, or misses one, changes the result.
 """
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from tests.support.checkpoints import (
+    DECODER_VARIANTS,
     MAX_MODEL_LEN,
     SLIDING_WINDOW,
     VARIANTS,
@@ -53,8 +55,13 @@ def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
         return model(torch.tensor([prompt_of(length, seed)])).logits[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "schedule"),
+    [
+        *product(VARIANTS, SCHEDULES),
+        *product(DECODER_VARIANTS, ["chunks", "decode beside prefill"]),
+    ],
+)
 def test_logits_match_transformers(variant, schedule):
     prompts = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
     session = PagedSession(loaded(variant), LENGTHS)
@@ -72,7 +79,7 @@ def test_logits_match_transformers(variant, schedule):
         torch.testing.assert_close(logits, reference_logits(variant, seed, length), **TOLERANCE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS])
 def test_greedy_tokens_match_transformers(variant):
     prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
     num_tokens = 12

@@ -113,6 +113,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
 }
 
+# Families that differ from Llama in fields of the config; they share its code, so the tests of
+# engines, connectors and ranks take only some of them.
+DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # The last layer has no rotary embedding.
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3_sliding": (
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": SMALL_WINDOW,
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3_sliding": ("phi3", {"sliding_window": SLIDING_WINDOW, "num_key_value_heads": 1}),
+}
+
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
         "llama",
@@ -142,7 +159,7 @@ def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = (VARIANTS | SIX_HEADS | FOUR_LAYERS)[variant]
+    family, overrides = (VARIANTS | DECODER_VARIANTS | SIX_HEADS | FOUR_LAYERS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
