@@ -20,6 +20,7 @@ from engine.models.config_fields import (
     unsupported,
 )
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
+from kernels.layer_kinds import NormKind
 
 __all__ = [
     "DecoderConfig",
@@ -83,6 +84,8 @@ class QkNorm(Enum):
     NONE = "none"
     HEAD = "head"
     """Each head for itself (Qwen3)."""
+    PROJECTION = "projection"
+    """All heads together, before they are told apart (OLMo 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,9 @@ class DecoderConfig(ModelConfig):
         qkv_bias: whether Q, K and V have biases.
         output_bias: whether the projection after attention has one.
         mlp_bias: whether the projections of the MLP have biases.
+        norm: kind of all norms.
+        norms_inputs: whether the inputs of attention and MLP are normalized.
+        norms_outputs: whether their outputs are, before they are added to the hidden states.
         qk_norm: what the norms of Q and K span.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
         joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
@@ -109,6 +115,9 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    norm: NormKind = NormKind.ROUNDED
+    norms_inputs: bool = True
+    norms_outputs: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     attention_scale: float | None = None
     joined: frozenset[str] = frozenset()

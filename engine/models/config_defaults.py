@@ -33,6 +33,9 @@ _QWEN = _DECODER | {
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
+_OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
+
+
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": _DECODER | _BIASES,
@@ -71,6 +74,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
+        "olmo2": _OLMO,
+        "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
         "opt": {
             "vocab_size": 50272,
             "hidden_size": 768,

@@ -39,7 +39,9 @@ class Decoder(CausalModel):
         self.embed_tokens = self._new_embedding(config.hidden_size)
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         self.layers = self._new_layers(lambda number: DecoderLayer(config, number, part.ranks))
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if part.is_last else None
+        self.norm = (
+            RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm) if part.is_last else None
+        )
 
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -69,10 +71,18 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
-        self.input_layernorm: nn.Module = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        size, eps, kind = config.hidden_size, config.rms_norm_eps, config.norm
+
+        def norm(*, is_used: bool) -> nn.Module:
+            return RmsNorm(size, eps, kind) if is_used else nn.Identity()
+
+        self.input_layernorm = norm(is_used=config.norms_inputs)
         self.self_attn = DecoderAttention(config, number, ranks)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(is_used=config.norms_inputs)
         self.mlp = GatedMlp(config, ranks)
+        self._norms_outputs = config.norms_outputs
+        self.attention_post_norm = norm(is_used=config.norms_outputs)
+        self.mlp_post_norm = norm(is_used=config.norms_outputs)
 
     def forward(
         self, hidden: torch.Tensor, rotations: Sequence[Rotation], kv: LayerKv
@@ -84,8 +94,15 @@ class DecoderLayer(nn.Module):
             rotations: those of `DecoderConfig.ropes`.
             kv: the layer's KV cache.
         """
-        hidden = self.self_attn(self.input_layernorm(hidden), rotations, kv, residual=hidden)
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+        output: torch.Tensor
+        if not self._norms_outputs:
+            hidden = self.self_attn(self.input_layernorm(hidden), rotations, kv, residual=hidden)
+            output = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+            return output
+        attended = self.self_attn(self.input_layernorm(hidden), rotations, kv)
+        hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
+        output = self.mlp(self.post_attention_layernorm(hidden))
+        output = self.mlp_post_norm(output, residual=hidden)
         return output
 
 
@@ -102,18 +119,19 @@ class DecoderAttention(nn.Module):
         heads = HeadCuts.of(config, ranks)
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
         self._outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self._widths = [part.size for part in self._outputs.values()]
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias, ranks=ranks)
-        has_norms = config.qk_norm is QkNorm.HEAD
-        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
-        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if has_norms else None
+        self._qk_norm = config.qk_norm
+        self.q_norm = self._new_norm(config, query, ranks)
+        self.k_norm = self._new_norm(config, kv, ranks)
 
     def forward(
         self,
         hidden: torch.Tensor,
         rotations: Sequence[Rotation],
         kv: LayerKv,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
         return self._attend(self.qkv_proj(hidden), rotations, kv, residual)
@@ -126,13 +144,17 @@ class DecoderAttention(nn.Module):
         qkv: torch.Tensor,
         rotations: Sequence[Rotation],
         kv: LayerKv,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        qkv = qkv.view(len(qkv), -1, self.head_dim)
-        num_kv_heads = kv.cache.shape[2]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        query, key, value = torch.split(qkv, self._widths, dim=1)
+        if self._qk_norm is QkNorm.PROJECTION:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            query, key = self.q_norm(query), self.k_norm(key)
         # each [num_tokens, its heads, head_dim]
-        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        query, key, value = (
+            part.view(len(part), -1, self.head_dim) for part in (query, key, value)
+        )
         attended = cached_attention(
             query,
             key,
@@ -143,12 +165,23 @@ class DecoderAttention(nn.Module):
             rotation=None if self._rope is None else rotations[self._rope],
             norms=self._norms(),
         )
-        output: torch.Tensor = self.o_proj(attended, select_rows(residual, kv))
+        residual = None if residual is None else select_rows(residual, kv)
+        output: torch.Tensor = self.o_proj(attended, residual)
         return output
 
-    def _norms(self) -> QkNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+    @staticmethod
+    def _new_norm(config: DecoderConfig, heads: Cut, ranks: RankGroup | None) -> RmsNorm | None:
+        if config.qk_norm is QkNorm.NONE:
             return None
+        if config.qk_norm is QkNorm.HEAD:
+            return RmsNorm(config.head_dim, config.rms_norm_eps, config.norm)
+        return RmsNorm(heads, config.rms_norm_eps, config.norm, ranks)
+
+    def _norms(self) -> QkNorms | None:
+        if self._qk_norm is not QkNorm.HEAD:
+            return None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
@@ -173,7 +206,7 @@ class GatedMlp(nn.Module):
         )
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""
         output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
         return output

@@ -1,11 +1,26 @@
 """Families that differ from Llama in fields of `DecoderConfig`: each reads its config.json."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.models.config import DecoderConfig, QkNorm, decoder_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from kernels.layer_kinds import NormKind
 
-__all__ = ["phi3_config", "qwen2_config", "qwen3_config", "smollm3_config"]
+__all__ = [
+    "olmo2_config",
+    "olmo3_config",
+    "phi3_config",
+    "qwen2_config",
+    "qwen3_config",
+    "smollm3_config",
+]
+
+_OLMO3_SLIDING_THETA = 500_000.0
+_OUTPUT_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 def qwen2_config(fields: ConfigFields) -> DecoderConfig:
@@ -42,3 +57,38 @@ def phi3_config(fields: ConfigFields) -> DecoderConfig:
     if config.ropes[0].rope_type not in ("default", "longrope"):
         raise unsupported("rope_type", config.ropes[0].rope_type)
     return replace(config, joined=frozenset({"qkv_proj", "gate_up_proj"}))
+
+
+def olmo2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of an OLMo 2 model: the outputs of attention and MLP are normalized."""
+    return _olmo(decoder_config(fields))
+
+
+def olmo3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of an OLMo 3 model: as OLMo 2, and three of four layers have a window."""
+    thetas = {
+        "full_attention": fields.value("rope_theta"),
+        # transformers reads config.json's `rope_theta` for the other layers alone.
+        "sliding_attention": _OLMO3_SLIDING_THETA,
+    }
+    return _olmo(decoder_config(fields, layer_types=_every_nth_full(fields, 4), thetas=thetas))
+
+
+def _olmo(config: DecoderConfig) -> DecoderConfig:
+    return replace(
+        config,
+        norm=NormKind.WIDE,
+        norms_inputs=False,
+        norms_outputs=True,
+        qk_norm=QkNorm.PROJECTION,
+        names=_OUTPUT_NORMS,
+    )
+
+
+def _every_nth_full(fields: ConfigFields, interval: int) -> Sequence[str]:
+    """Returns layer types of which every `interval`-th is without a window."""
+    num_layers = fields.count("num_hidden_layers")
+    return [
+        "sliding_attention" if number % interval else "full_attention"
+        for number in range(1, num_layers + 1)
+    ]

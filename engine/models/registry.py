@@ -9,6 +9,8 @@ from engine.models.config import decoder_config, gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.decoder_families import (
+    olmo2_config,
+    olmo3_config,
     phi3_config,
     qwen2_config,
     qwen3_config,
@@ -55,6 +57,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),
+        "Olmo2ForCausalLM": ModelFamily("olmo2", olmo2_config, Decoder),
+        "Olmo3ForCausalLM": ModelFamily("olmo3", olmo3_config, Decoder),
         "Phi3ForCausalLM": ModelFamily("phi3", phi3_config, Decoder),
         "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
         "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),

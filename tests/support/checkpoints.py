@@ -126,6 +126,25 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": SMALL_WINDOW,
         },
     ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    # Two layer groups; only layers without a window have a scaled rotary embedding.
+    "olmo3": (
+        "olmo3",
+        {
+            **_layer_types("sliding", "sliding", "full", "sliding", "full"),
+            "sliding_window": SMALL_WINDOW,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3_sliding": ("phi3", {"sliding_window": SLIDING_WINDOW, "num_key_value_heads": 1}),
 }
