@@ -74,6 +74,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
+        "glm4": _DECODER
+        | {
+            "vocab_size": 151552,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
         "olmo2": _OLMO,
         "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
         "opt": {

@@ -8,6 +8,7 @@ from engine.models.config_fields import ConfigFieldError, ConfigFields, unsuppor
 from kernels.layer_kinds import NormKind
 
 __all__ = [
+    "glm4_config",
     "olmo2_config",
     "olmo3_config",
     "phi3_config",
@@ -49,6 +50,20 @@ def smollm3_config(fields: ConfigFields) -> DecoderConfig:
     types = ["full_attention" if rotates else "sliding_attention" for rotates in has_rope]
     config = decoder_config(fields, layer_types=types)
     return replace(config, rope_of=tuple(0 if rotates else None for rotates in has_rope))
+
+
+def glm4_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GLM-4 model: norms before and after attention and MLP."""
+    return replace(
+        decoder_config(fields, is_interleaved=True),
+        output_bias=False,
+        norms_outputs=True,
+        names={
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        joined=frozenset({"gate_up_proj"}),
+    )
 
 
 def phi3_config(fields: ConfigFields) -> DecoderConfig:

@@ -9,6 +9,7 @@ from engine.models.config import decoder_config, gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.decoder_families import (
+    glm4_config,
     olmo2_config,
     olmo3_config,
     phi3_config,
@@ -55,6 +56,7 @@ class ModelFamily:
 # By the architecture in config.json.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
+        "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),
         "Olmo2ForCausalLM": ModelFamily("olmo2", olmo2_config, Decoder),

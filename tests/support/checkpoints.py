@@ -145,9 +145,28 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("phi3", {}),
+    "phi3_partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "phi3_sliding": ("phi3", {"sliding_window": SLIDING_WINDOW, "num_key_value_heads": 1}),
 }
+
+LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3_longrope": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.02, 1.05, 1.3, 1.4, 1.5],
+                "long_factor": [1.1, 1.5, 3.0, 7.0, 20.0, 40.0],
+            },
+        },
+    )
+}
+"""Further checkpoints, whose rotary embeddings depend on the longest sequence that is served."""
 
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
@@ -178,7 +197,7 @@ def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = (VARIANTS | DECODER_VARIANTS | SIX_HEADS | FOUR_LAYERS)[variant]
+    family, overrides = (VARIANTS | DECODER_VARIANTS | LONGROPE | SIX_HEADS | FOUR_LAYERS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)

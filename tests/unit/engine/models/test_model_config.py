@@ -21,6 +21,9 @@ ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
