@@ -6,9 +6,10 @@ does not support its value.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Self
 
 from typing_extensions import override
 
@@ -16,22 +17,22 @@ from engine.models.config_fields import (
     MAX_TOKENS,
     ConfigFieldError,
     ConfigFields,
-    positive,
     unsupported,
 )
+from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
+from kernels.layer_kinds import NormKind
 
 __all__ = [
     "DecoderConfig",
     "Gpt2Config",
     "ModelConfig",
     "OptConfig",
-    "RopeConfig",
+    "QkNorm",
     "decoder_config",
     "gpt2_config",
     "opt_config",
 ]
 
-_BIAS_FIELDS = ("attention_bias", "mlp_bias")
 _GATE_ACTIVATIONS = ("silu", "swish")  # two names of one function
 _LAYER_TYPES = ("sliding_attention", "full_attention", "attention")  # the last is an older name
 # Modules are made for each layer, and angles for each pair of a head's elements, before the
@@ -67,45 +68,74 @@ class ModelConfig(ABC):
     def mlp_size(self) -> int:
         """Width of the layers' MLP between its projections."""
 
+    @property
+    def kv_variant(self) -> str:
+        """Text that tells apart KV that models of one checkpoint compute in different ways."""
+        return ""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: the base `theta` and the scaling for long contexts.
+    def limited_to(self, max_model_len: int) -> Self:
+        """Returns the config of the model if it serves sequences of at most that many tokens."""
+        return self
 
-    `rope_type` is default, linear, llama3 or yarn; fields that a type does not
-    use keep their defaults. `original_len` is the context length before scaling.
-    """
 
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    original_len: float = 0.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+class QkNorm(Enum):
+    """The elements over which Q and K are normalized."""
+
+    NONE = "none"
+    HEAD = "head"
+    """Each head for itself (Qwen3)."""
+    PROJECTION = "projection"
+    """All heads together, before they are told apart (OLMo 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """Llama, Mistral, Qwen2 and Qwen3, which differ only in these fields."""
+    """Llama and the families that differ from it only in these fields; the defaults are Llama's.
+
+    Attributes:
+        intermediate_size: width of the MLP.
+        rms_norm_eps: of all norms.
+        ropes: the different rotary embeddings.
+        rope_of: per layer, the index of its embedding in `ropes`; None for no rotation.
+        qkv_bias: whether Q, K and V have biases.
+        output_bias: whether the projection after attention has one.
+        mlp_bias: whether the projections of the MLP have biases.
+        norm: kind of all norms.
+        norms_inputs: whether the inputs of attention and MLP are normalized.
+        norms_outputs: whether their outputs are, before they are added to the hidden states.
+        qk_norm: what the norms of Q and K span.
+        attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
+        joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
+    """
 
     intermediate_size: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
+    rope_of: tuple[int | None, ...]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    norm: NormKind = NormKind.ROUNDED
+    norms_inputs: bool = True
+    norms_outputs: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    attention_scale: float | None = None
+    joined: frozenset[str] = frozenset()
 
     @property
     @override
     def mlp_size(self) -> int:
         return self.intermediate_size
+
+    @property
+    @override
+    def kv_variant(self) -> str:
+        return "long" if any(rope.is_long for rope in self.ropes) else ""
+
+    @override
+    def limited_to(self, max_model_len: int) -> Self:
+        ropes = (replace(rope, max_len=min(rope.max_len, max_model_len)) for rope in self.ropes)
+        return replace(self, ropes=tuple(ropes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,47 +174,52 @@ class Gpt2Config(ModelConfig):
 def decoder_config(
     fields: ConfigFields,
     *,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
-    bias_fields: Collection[str] = _BIAS_FIELDS,
-    windows: str = "none",
+    layer_types: Sequence[str] | None = None,
+    thetas: Mapping[str, float] | None = None,
+    is_interleaved: bool = False,
 ) -> DecoderConfig:
-    """Reads the config of a Llama-shaped model.
+    """Reads the fields that decoders have in common; those that differ are as Llama's.
 
     Args:
         fields: of config.json.
-        qkv_bias: whether the family always has biases on Q, K and V.
-        qk_norm: whether the family normalizes Q and K per head.
-        bias_fields: those of `attention_bias` and `mlp_bias` that the family reads; it has no such
-            biases without them, whatever config.json says.
-        windows: whether the family uses the config's `sliding_window`: "none", "always", or
-            "optional", if `use_sliding_window` is set.
+        layer_types: of each layer, if config.json has none; None for the family's usual ones.
+        thetas: by layer type, the default base of its rotary embedding; None if all layers have
+            the same embedding.
+        is_interleaved: whether rotary embedding pairs neighbouring elements.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
     if fields.text("hidden_act") not in _GATE_ACTIVATIONS:
         raise unsupported("hidden_act", fields.text("hidden_act"))
-    rope = _rope_config(fields)
     attention_bias, mlp_bias = (
-        name in bias_fields and fields.flag(name) for name in ("attention_bias", "mlp_bias")
+        fields.has(name) and fields.flag(name) for name in ("attention_bias", "mlp_bias")
     )
     common = _common(
         fields, fields.optional_count("num_key_value_heads"), fields.optional_count("head_dim")
     )
-    if common["head_dim"] % 2:  # rotary embedding rotates pairs of elements
-        raise unsupported("head_dim", common["head_dim"])
-    common["max_model_len"] = max(common["max_model_len"], _extended_len(rope))
-    common["sliding_windows"] = _sliding_windows(fields, windows)
+    types = _layer_types(fields, layer_types)
+    window = _window(fields)
+    common["sliding_windows"] = tuple(
+        window if layer_type == "sliding_attention" else None for layer_type in types
+    )
+    ropes: tuple[RopeConfig, ...]
+    rope_of: tuple[int | None, ...]
+    if thetas is None:
+        ropes = (read_rope(fields, common["head_dim"], is_interleaved=is_interleaved),)
+        rope_of = (0,) * len(types)
+    else:
+        ropes, rope_of = read_ropes_by_type(fields, common["head_dim"], types, thetas)
+    common["max_model_len"] = max(common["max_model_len"], *(rope.extended_len for rope in ropes))
     return DecoderConfig(
         **common,
         intermediate_size=fields.count("intermediate_size"),
         rms_norm_eps=fields.epsilon("rms_norm_eps"),
-        rope=rope,
-        qkv_bias=qkv_bias or attention_bias,
+        ropes=ropes,
+        rope_of=rope_of,
+        qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
     )
 
 
@@ -270,84 +305,30 @@ def _common(
     }
 
 
-_NEEDED_BY_TYPE = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-# Numbers that config.json and RopeConfig name alike.
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
-# The same; zero means the default, as null does.
-_YARN_NUMBERS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-
-
-def _rope_config(fields: ConfigFields) -> RopeConfig:
-    parameters = fields.rope_parameters()
-    rope_type = parameters["rope_type"]
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise unsupported("rope_type", "per layer type")
-    if not isinstance(rope_type, str) or rope_type not in _NEEDED_BY_TYPE:
-        raise unsupported("rope_type", rope_type)
-    if parameters.get("partial_rotary_factor") not in (None, 1):
-        raise unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
-    for name in _NEEDED_BY_TYPE[rope_type]:
-        if parameters.get(name) is None:
-            raise ConfigFieldError(f"rope_type {rope_type!r} needs {name}")
-    rope = RopeConfig(
-        rope_type=rope_type,
-        theta=positive("rope_theta", parameters["rope_theta"]),
-        **_scaling(parameters),
-    )
-    if rope_type == "yarn" and rope.theta == 1:  # all pairs of elements would turn alike
-        raise unsupported("rope_theta", rope.theta)
-    return rope
-
-
-def _scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `RopeConfig` that the parameters state."""
-    names = {name: name for name in (*_ROPE_NUMBERS, *_YARN_NUMBERS)}
-    names["original_max_position_embeddings"] = "original_len"
-    stated: dict[str, Any] = {
-        own_name: positive(name, parameters[name])
-        for name, own_name in names.items()
-        if parameters.get(name) is not None and (parameters[name] or name not in _YARN_NUMBERS)
-    }
-    if "truncate" in parameters:
-        stated["truncate"] = bool(parameters["truncate"])
+def _layer_types(fields: ConfigFields, default: Sequence[str] | None) -> Sequence[str]:
+    num_layers = fields.count("num_hidden_layers", _MAX_LAYERS)
+    stated = fields.raw("layer_types")
+    if stated is None:
+        return default or _usual_layer_types(fields, num_layers)
+    if not isinstance(stated, list) or len(stated) != num_layers:
+        raise ConfigFieldError(f"layer_types must be a list of {num_layers}, one for each layer")
+    for layer_type in stated:
+        if layer_type not in _LAYER_TYPES:
+            raise unsupported("layer_types", layer_type)
     return stated
 
 
-def _extended_len(rope: RopeConfig) -> int:
-    """Returns the context length that YaRN extends to; 0 for other types.
-
-    Raises:
-        ConfigFieldError: it is too large for a number of tokens.
-    """
-    if rope.rope_type != "yarn":
-        return 0
-    extended_len = rope.original_len * rope.factor
-    if extended_len > MAX_TOKENS:
-        raise ConfigFieldError(
-            f"factor {rope.factor} times original_max_position_embeddings {rope.original_len} is "
-            f"more than {MAX_TOKENS} tokens"
-        )
-    return int(extended_len)
+def _usual_layer_types(fields: ConfigFields, num_layers: int) -> Sequence[str]:
+    """Returns the layer types of families whose layers with a window come last, if any do."""
+    first = 0 if fields.has("sliding_window") else num_layers
+    if fields.has("max_window_layers"):
+        first = min(max(fields.integer("max_window_layers"), 0), num_layers)
+    return ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
 
 
-def _sliding_windows(fields: ConfigFields, windows: str) -> tuple[int | None, ...]:
-    num_layers = fields.count("num_hidden_layers", _MAX_LAYERS)
-    is_used = windows == "always" or (windows == "optional" and fields.flag("use_sliding_window"))
-    window = fields.optional_count("sliding_window") if is_used else None
-    layer_types = fields.raw("layer_types")
-    if layer_types is None:
-        first = max(fields.integer("max_window_layers"), 0) if windows == "optional" else 0
-        return (None,) * min(first, num_layers) + (window,) * max(num_layers - first, 0)
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise ConfigFieldError(f"layer_types must be a list of {num_layers}, one for each layer")
-    for layer_type in layer_types:
-        if layer_type not in _LAYER_TYPES:
-            raise unsupported("layer_types", layer_type)
-    return tuple(
-        window if layer_type == "sliding_attention" else None for layer_type in layer_types
+def _window(fields: ConfigFields) -> int | None:
+    """Returns the window of layers that have one; None if the model uses none."""
+    is_used = fields.has("sliding_window") and (
+        not fields.has("use_sliding_window") or fields.flag("use_sliding_window")
     )
+    return fields.optional_count("sliding_window") if is_used else None

@@ -1,16 +1,17 @@
-"""Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMS norms, gated MLP.
+"""Llama and families like it: rotary positions, RMS norms, gated MLP.
 
 The families differ only in fields of `DecoderConfig`: biases, norms on Q and K,
-sliding windows, rotary scaling, tied embeddings.
+sliding windows, rotary embeddings, factors, and the checkpoint's names and joined tensors.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from engine.models.config import DecoderConfig
+from engine.models.config import DecoderConfig, QkNorm
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
@@ -21,6 +22,7 @@ from engine.models.layers import (
 from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
+from engine.models.tensor_parts import half_split_order
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv
 
@@ -35,11 +37,11 @@ class Decoder(CausalModel):
     def __init__(self, config: DecoderConfig, part: ModelPart = WHOLE_MODEL) -> None:
         super().__init__(config, config.hidden_size, part)
         self.embed_tokens = self._new_embedding(config.hidden_size)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
-        self.layers = self._new_layers(
-            lambda number: DecoderLayer(config, config.sliding_windows[number], part.ranks)
+        self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
+        self.layers = self._new_layers(lambda number: DecoderLayer(config, number, part.ranks))
+        self.norm = (
+            RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm) if part.is_last else None
         )
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if part.is_last else None
 
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,7 @@ class Decoder(CausalModel):
 
     @override
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        return (self.rotary(positions),)
+        return (tuple(rotary(positions) for rotary in self.rotaries),)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -63,77 +65,133 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: the model's shape.
-        sliding_window: number of tokens a query sees, itself included; None for all.
+        number: number of the layer in the model.
         ranks: the ranks that share the layer; None for one.
     """
 
-    def __init__(
-        self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
-        self.input_layernorm: nn.Module = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DecoderAttention(config, sliding_window, ranks)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMlp(config, ranks)
+        size, eps, kind = config.hidden_size, config.rms_norm_eps, config.norm
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
-        """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
-        hidden = self.self_attn(self.input_layernorm(hidden), rotation, kv, residual=hidden)
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+        def norm(*, is_used: bool) -> nn.Module:
+            return RmsNorm(size, eps, kind) if is_used else nn.Identity()
+
+        self.input_layernorm = norm(is_used=config.norms_inputs)
+        self.self_attn = DecoderAttention(config, number, ranks)
+        self.post_attention_layernorm = norm(is_used=config.norms_inputs)
+        self.mlp = GatedMlp(config, ranks)
+        self._norms_outputs = config.norms_outputs
+        self.attention_post_norm = norm(is_used=config.norms_outputs)
+        self.mlp_post_norm = norm(is_used=config.norms_outputs)
+
+    def forward(
+        self, hidden: torch.Tensor, rotations: Sequence[Rotation], kv: LayerKv
+    ) -> torch.Tensor:
+        """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`.
+
+        Args:
+            hidden: the layer's input.
+            rotations: those of `DecoderConfig.ropes`.
+            kv: the layer's KV cache.
+        """
+        output: torch.Tensor
+        if not self._norms_outputs:
+            hidden = self.self_attn(self.input_layernorm(hidden), rotations, kv, residual=hidden)
+            output = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+            return output
+        attended = self.self_attn(self.input_layernorm(hidden), rotations, kv)
+        hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
+        output = self.mlp(self.post_attention_layernorm(hidden))
+        output = self.mlp_post_norm(output, residual=hidden)
         return output
 
 
 class DecoderAttention(nn.Module):
     """Attention with the projections before and after it; the arguments are the layer's."""
 
-    def __init__(
-        self, config: DecoderConfig, sliding_window: int | None, ranks: RankGroup | None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.sliding_window = sliding_window
+        self.sliding_window = config.sliding_windows[number]
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self._rope = config.rope_of[number]
+        self._storage = _qkv_storage(config, self._rope)
         heads = HeadCuts.of(config, ranks)
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
         self._outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self._widths = [part.size for part in self._outputs.values()]
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias, ranks=ranks)
-        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self._qk_norm = config.qk_norm
+        self.q_norm = self._new_norm(config, query, ranks)
+        self.k_norm = self._new_norm(config, kv, ranks)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv, residual: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        rotations: Sequence[Rotation],
+        kv: LayerKv,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
-        return self._attend(self.qkv_proj(hidden), rotation, kv, residual)
+        return self._attend(self.qkv_proj(hidden), rotations, kv, residual)
 
     def _new_projection(self, in_features: int | Cut, *, bias: bool) -> FusedLinear:
-        return FusedLinear(in_features, self._outputs, bias=bias)
+        return FusedLinear(in_features, self._outputs, bias=bias, **self._storage)
 
     def _attend(
-        self, qkv: torch.Tensor, rotation: Rotation, kv: LayerKv, residual: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        rotations: Sequence[Rotation],
+        kv: LayerKv,
+        residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        qkv = qkv.view(len(qkv), -1, self.head_dim)
-        num_kv_heads = kv.cache.shape[2]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        query, key, value = torch.split(qkv, self._widths, dim=1)
+        if self._qk_norm is QkNorm.PROJECTION:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            query, key = self.q_norm(query), self.k_norm(key)
         # each [num_tokens, its heads, head_dim]
-        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        query, key, value = (
+            part.view(len(part), -1, self.head_dim) for part in (query, key, value)
+        )
         attended = cached_attention(
             query,
             key,
             value,
             kv,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             sliding_window=self.sliding_window,
-            rotation=rotation,
+            rotation=None if self._rope is None else rotations[self._rope],
             norms=self._norms(),
         )
-        output: torch.Tensor = self.o_proj(attended, select_rows(residual, kv))
+        residual = None if residual is None else select_rows(residual, kv)
+        output: torch.Tensor = self.o_proj(attended, residual)
         return output
 
-    def _norms(self) -> QkNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+    @staticmethod
+    def _new_norm(config: DecoderConfig, heads: Cut, ranks: RankGroup | None) -> RmsNorm | None:
+        if config.qk_norm is QkNorm.NONE:
             return None
+        if config.qk_norm is QkNorm.HEAD:
+            return RmsNorm(config.head_dim, config.rms_norm_eps, config.norm)
+        return RmsNorm(heads, config.rms_norm_eps, config.norm, ranks)
+
+    def _norms(self) -> QkNorms | None:
+        if self._qk_norm is not QkNorm.HEAD:
+            return None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+def _qkv_storage(config: DecoderConfig, rope: int | None) -> dict[str, Any]:
+    """Returns the arguments of `FusedLinear` that say how the checkpoint stores Q, K and V."""
+    orders = {}
+    if rope is not None and config.ropes[rope].is_interleaved:
+        order = half_split_order(config.head_dim, config.ropes[rope].rotary_dim)
+        orders = {"q_proj": order, "k_proj": order}
+    return {"is_joined": "qkv_proj" in config.joined, "row_orders": orders}
 
 
 class GatedMlp(nn.Module):
@@ -142,10 +200,13 @@ class GatedMlp(nn.Module):
     def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
         super().__init__()
         size = cut_of(config.intermediate_size, ranks)
-        self.gate_up_proj = GatedLinear(config.hidden_size, size, bias=config.mlp_bias)
+        is_joined = "gate_up_proj" in config.joined
+        self.gate_up_proj = GatedLinear(
+            config.hidden_size, size, bias=config.mlp_bias, is_joined=is_joined
+        )
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""
         output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
         return output

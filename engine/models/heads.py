@@ -10,7 +10,7 @@ Medusa (arXiv:2401.10774) has several heads, each of which drafts the token at o
 the served model's final state alone.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class _Head(CausalModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.rotary = RotaryEmbedding(config.ropes[0])
 
     @property
     @override
@@ -51,7 +51,7 @@ class _Head(CausalModel):
 
     @override
     def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        return (self.rotary(positions),)
+        return ((self.rotary(positions),),)
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,9 @@ class EagleHead(_Head):
         served_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(config)
-        size, window = config.hidden_size, config.sliding_windows[0]
+        size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=has_bias)
-        layer = DecoderLayer(config, window, None)
+        layer = DecoderLayer(config, 0, None)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleDict({"0": layer})
         self._served_logits = served_logits
@@ -133,16 +133,18 @@ class _MixingLayer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RmsNorm(size, eps)
         self.hidden_norm = RmsNorm(size, eps)
-        self.self_attn = _MixingAttention(config, config.sliding_windows[0])
+        self.self_attn = _MixingAttention(config)
         self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = GatedMlp(config, None)
         self._norms_residual = norms_residual
 
-    def forward(self, inputs: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, rotations: Sequence[Rotation], kv: LayerKv
+    ) -> torch.Tensor:
         embedded, states = inputs.chunk(2, dim=1)
         normed = self.hidden_norm(states)
         residual = normed if self._norms_residual else states
-        hidden = self.self_attn(self.input_layernorm(embedded), normed, rotation, kv, residual)
+        hidden = self.self_attn(self.input_layernorm(embedded), normed, rotations, kv, residual)
         output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
         return output
 
@@ -150,8 +152,8 @@ class _MixingLayer(nn.Module):
 class _MixingAttention(DecoderAttention):
     """Attention over two inputs side by side, each of which has its own columns of the matrix."""
 
-    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
-        super().__init__(config, sliding_window, None)
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config, 0, None)
         size = config.hidden_size
         self.qkv_proj = self._new_projection(Cut(2 * size, 0, size), bias=config.qkv_bias)
         self.states_qkv_proj = self._new_projection(Cut(2 * size, size, 2 * size), bias=False)
@@ -161,12 +163,12 @@ class _MixingAttention(DecoderAttention):
         self,
         embedded: torch.Tensor,
         states: torch.Tensor,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv: LayerKv,
         residual: torch.Tensor,
     ) -> torch.Tensor:
         qkv = self.states_qkv_proj(states, residual=self.qkv_proj(embedded))
-        return self._attend(qkv, rotation, kv, residual)
+        return self._attend(qkv, rotations, kv, residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

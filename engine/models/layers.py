@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -11,15 +11,16 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
+from typing_extensions import override
 
 import kernels
 from baton.common.errors import ConfigurationError
 from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
-from engine.models.linear import Embedding, Linear, PackedModule, cut_of
+from engine.models.linear import Embedding, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import TensorPart, renamed_parts
-from kernels import Cut, QkNorms, RankGroup, Rotation
+from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts
+from kernels import Cut, NormKind, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 from kvstore.transfer_form import PoolShare
 
@@ -229,7 +230,7 @@ def checkpoint_tensors(
 
 def _parts_of(module: nn.Module, path: str) -> Iterable[TensorPart]:
     """Returns the parts of checkpoint tensors that a module has itself, without its submodules."""
-    if isinstance(module, PackedModule):
+    if isinstance(module, StoredModule):
         return module.checkpoint_tensors(path)
     parameters = module.named_parameters(recurse=False)
     return (TensorPart.whole(f"{path}.{name}", parameter) for name, parameter in parameters)
@@ -271,17 +272,53 @@ class HeadCuts:
         return cls(ranks.cut(num_heads), Cut(num_kv_heads, first, first + count))
 
 
-class RmsNorm(nn.Module):
-    """Root-mean-square norm with a learned scale over the last axis."""
+class RmsNorm(StoredModule):
+    """Root-mean-square norm with a learned scale over the last axis.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        size: width of the axis, or this rank's range of it.
+        eps: added to the mean of squares.
+        kind: where the result is rounded, and whether 1 is added to the scale.
+        ranks: the ranks that share the axis; None if this rank has all of it.
+    """
+
+    def __init__(
+        self,
+        size: int | Cut,
+        eps: float,
+        kind: NormKind = NormKind.ROUNDED,
+        ranks: RankGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self._cut = Cut.whole(size) if isinstance(size, int) else size
+        self.weight = nn.Parameter(torch.empty(self._cut.size))
+        self.eps, self.kind = eps, kind
+        self._ranks = ranks
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalizes `[..., size]`; returns the same shape."""
-        return kernels.rms_norm(hidden, self.weight, self.eps)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalizes `[..., size]`, and adds `residual`; returns the same shape.
+
+        The content of `residual` is undefined afterwards, as the result may use its memory.
+        """
+        if self._ranks is not None:
+            assert residual is None
+            return self._forward_part(hidden, self._ranks)
+        return kernels.rms_norm(hidden, self.weight, self.eps, kind=self.kind, residual=residual)
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        yield TensorPart(f"{path}.weight", self.weight, (self._cut,))
+
+    def _forward_part(self, hidden: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        """Normalizes this rank's part of rows, `[rows, size]`, by the mean over all ranks."""
+        assert self.kind is NormKind.WIDE, "no family divides rows with another kind of norm"
+        wide = hidden.float()
+        squares = kernels.reduce_ranks(
+            wide.pow(2).sum(-1, keepdim=True), ranks, dtype=torch.float32
+        )
+        # Ranks that have the same heads count them once each.
+        scale = torch.rsqrt(squares / (ranks.size * self._cut.size) + self.eps)
+        return (wide * scale * self.weight.float()).to(hidden.dtype)
 
 
 def cached_attention(

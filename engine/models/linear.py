@@ -8,7 +8,6 @@ before attention and activations have a range of outputs, those after them a ran
 results are added up over the ranks. Sums are in float32 and rounded once, as on one rank.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from engine.models.tensor_parts import OrderedRows, TensorPart, transposed_parts
+from engine.models.tensor_parts import OrderedRows, StoredModule, TensorPart, transposed_parts
 from kernels import Cut, RankGroup, Weight, WeightUse
 
 __all__ = [
@@ -41,7 +40,7 @@ def cut_of(total: int, ranks: RankGroup | None) -> Cut:
     return Cut.whole(total) if ranks is None else ranks.cut(total)
 
 
-class PackedModule(nn.Module, ABC):
+class PackedModule(StoredModule):
     """A module with a weight in the memory order of the kernels that read it.
 
     Args:
@@ -62,10 +61,6 @@ class PackedModule(nn.Module, ABC):
         """Allocates the weight, uninitialized."""
         shape = self.weight.num_rows, self.weight.num_columns
         self.weight = kernels.make_weight(*shape, dtype, device, self.weight.use)
-
-    @abstractmethod
-    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        """Yields the parts of the checkpoint's tensors; `path` is the module's name there."""
 
 
 class Embedding(PackedModule):

@@ -2,13 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from engine.models.config import decoder_config, gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
+from engine.models.decoder_families import (
+    glm4_config,
+    olmo2_config,
+    olmo3_config,
+    phi3_config,
+    qwen2_config,
+    qwen3_config,
+    smollm3_config,
+)
 from engine.models.gpt2 import Gpt2
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
@@ -48,22 +56,15 @@ class ModelFamily:
 # By the architecture in config.json.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
+        "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
-        "MistralForCausalLM": ModelFamily(
-            "mistral", partial(decoder_config, bias_fields=(), windows="always"), Decoder
-        ),
-        "Qwen2ForCausalLM": ModelFamily(
-            "qwen2",
-            partial(decoder_config, qkv_bias=True, bias_fields=(), windows="optional"),
-            Decoder,
-        ),
-        "Qwen3ForCausalLM": ModelFamily(
-            "qwen3",
-            partial(
-                decoder_config, qk_norm=True, bias_fields=("attention_bias",), windows="optional"
-            ),
-            Decoder,
-        ),
+        "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),
+        "Olmo2ForCausalLM": ModelFamily("olmo2", olmo2_config, Decoder),
+        "Olmo3ForCausalLM": ModelFamily("olmo3", olmo3_config, Decoder),
+        "Phi3ForCausalLM": ModelFamily("phi3", phi3_config, Decoder),
+        "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
+        "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),
+        "SmolLM3ForCausalLM": ModelFamily("smollm3", smollm3_config, Decoder),
         "OPTForCausalLM": ModelFamily("opt", opt_config, Opt),
         "GPT2LMHeadModel": ModelFamily("gpt2", gpt2_config, Gpt2),
     }
@@ -117,4 +118,5 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def _has_class(family: ModelFamily, architecture: str | None) -> bool:
-    return architecture is None or architecture.lower().startswith(family.model_type)
+    stem = family.model_type.replace("_", "")
+    return architecture is None or architecture.lower().startswith(stem)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import kernels
-from engine.models.config import RopeConfig
+from engine.models.rope_config import RopeConfig
 from kernels import Rotation
 
 __all__ = ["RotaryEmbedding"]
@@ -17,15 +17,14 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         rope: base and scaling.
-        head_dim: width of a head, even.
     """
 
     inverse_frequencies: torch.Tensor
 
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+    def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
         # On the CPU, even while the parameters are created on the meta device.
-        frequencies = _inverse_frequencies(rope, head_dim)  # [head_dim / 2]
+        frequencies = _inverse_frequencies(rope)  # [rotary_dim / 2]
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.amplitude = _amplitude(rope)
 
@@ -34,8 +33,13 @@ class RotaryEmbedding(nn.Module):
         return kernels.rotary_angles(positions, self.inverse_frequencies, self.amplitude)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def _inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    dim = rope.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    if rope.rope_type == "longrope":  # arXiv:2402.13753
+        factors = rope.long_factors if rope.is_long else rope.short_factors
+        factors_of_pairs = torch.tensor(factors, dtype=torch.float32, device="cpu")
+        return 1.0 / (factors_of_pairs * rope.theta**exponents)
     frequencies = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":
         return frequencies / rope.factor
@@ -74,11 +78,14 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _amplitude(rope: RopeConfig) -> float:
-    """Returns YaRN's factor on cosines and sines; 1 for other types."""
-    if rope.rope_type != "yarn":
+    """Returns the factor of YaRN and LongRoPE on cosines and sines; 1 for other types."""
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        growth = max(rope.factor, 1.0)
+        return math.sqrt(1 + math.log(growth) / math.log(rope.original_len))
     if rope.mscale and rope.mscale_all_dim:
         return _temperature(rope.factor, rope.mscale) / _temperature(
             rope.factor, rope.mscale_all_dim

@@ -5,16 +5,19 @@ checkpoint: transposed, or with other rows.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from kernels import Cut, RowsOfWeight
 
 __all__ = [
     "OrderedRows",
+    "StoredModule",
     "TensorPart",
     "WeightTarget",
     "half_split_order",
@@ -59,6 +62,17 @@ class TensorPart:
     def index(self) -> tuple[slice, ...]:
         """The part as an index of the whole tensor."""
         return tuple(cut.slice for cut in self.cuts)
+
+
+class StoredModule(nn.Module, ABC):
+    """A module that says how the checkpoint stores its weights.
+
+    Of other modules, each parameter is a whole tensor of the checkpoint.
+    """
+
+    @abstractmethod
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        """Yields the parts of the checkpoint's tensors; `path` is the module's name there."""
 
 
 class OrderedRows(RowsOfWeight):

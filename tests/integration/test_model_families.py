@@ -5,11 +5,14 @@ a wrong slot, or misses one, changes the result.
 """
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
+from engine.runtime.weights.loader import load_model
 from tests.support.checkpoints import (
+    DECODER_VARIANTS,
     MAX_MODEL_LEN,
     SLIDING_WINDOW,
     VARIANTS,
@@ -53,8 +56,13 @@ def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
         return model(torch.tensor([prompt_of(length, seed)])).logits[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "schedule"),
+    [
+        *product(VARIANTS, SCHEDULES),
+        *product(DECODER_VARIANTS, ["chunks", "decode beside prefill"]),
+    ],
+)
 def test_logits_match_transformers(variant, schedule):
     prompts = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
     session = PagedSession(loaded(variant), LENGTHS)
@@ -72,7 +80,7 @@ def test_logits_match_transformers(variant, schedule):
         torch.testing.assert_close(logits, reference_logits(variant, seed, length), **TOLERANCE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS])
 def test_greedy_tokens_match_transformers(variant):
     prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
     num_tokens = 12
@@ -138,3 +146,25 @@ def test_a_loaded_model_has_the_properties_of_its_config(variant):
     assert len(model.sliding_windows) == config.num_hidden_layers
     assert model.num_kv_heads == getattr(config, "num_key_value_heads", 4)
     assert not any(parameter.requires_grad for parameter in model.model.parameters())
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(64, 60), (None, 100)])
+def test_longrope_has_the_factors_of_transformers_for_one_length(max_model_len, length):
+    """transformers chooses by the length of each forward pass, so it has one for all tokens."""
+    path = tiny_checkpoint("phi3_longrope")
+    model = load_model(str(path), "auto", "cpu", progress=False, max_model_len=max_model_len)
+    session = PagedSession(model, [length])
+    prompt = prompt_of(length)
+    logits = [session.step([(0, prompt[start : start + 17])])[0] for start in range(0, length, 17)]
+    with torch.inference_mode():
+        expected = reference_model(path)(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(torch.cat(logits), expected, **TOLERANCE)
+
+
+def test_kv_of_longrope_is_shared_only_by_models_with_equal_factors():
+    path = str(tiny_checkpoint("phi3_longrope"))
+    fingerprints = [
+        load_model(path, "auto", "cpu", progress=False, max_model_len=length).fingerprint
+        for length in (32, 64, 65, None)
+    ]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2] == fingerprints[3]

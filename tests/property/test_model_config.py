@@ -208,7 +208,7 @@ def test_configs_are_read_as_transformers_reads_them(case):
     expected = reference_of(source, windowed) | reference_of_family(source, model_type)
     assert {name: getattr(config, name) for name in expected} == expected
     if model_type in ("llama", "mistral", "qwen2", "qwen3"):
-        check_rope(config.rope, source.rope_parameters)
+        check_rope(config.ropes[0], source.rope_parameters)
 
 
 def _copied(fields):

@@ -113,6 +113,61 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
 }
 
+# Families that differ from Llama in fields of the config; they share its code, so the tests of
+# engines, connectors and ranks take only some of them.
+DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # The last layer has no rotary embedding.
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3_sliding": (
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": SMALL_WINDOW,
+        },
+    ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    # Two layer groups; only layers without a window have a scaled rotary embedding.
+    "olmo3": (
+        "olmo3",
+        {
+            **_layer_types("sliding", "sliding", "full", "sliding", "full"),
+            "sliding_window": SMALL_WINDOW,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3_partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "phi3_sliding": ("phi3", {"sliding_window": SLIDING_WINDOW, "num_key_value_heads": 1}),
+}
+
+LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3_longrope": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.02, 1.05, 1.3, 1.4, 1.5],
+                "long_factor": [1.1, 1.5, 3.0, 7.0, 20.0, 40.0],
+            },
+        },
+    )
+}
+"""Further checkpoints, whose rotary embeddings depend on the longest sequence that is served."""
+
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
         "llama",
@@ -142,7 +197,7 @@ def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = (VARIANTS | SIX_HEADS | FOUR_LAYERS)[variant]
+    family, overrides = (VARIANTS | DECODER_VARIANTS | LONGROPE | SIX_HEADS | FOUR_LAYERS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -138,6 +138,7 @@ class DraftModel(Drafter):
             progress=progress,
             load_format=config.load_format,
             weights_folder=config.weights_folder,
+            max_model_len=info.max_model_len,
         )
         _check_fits(name, loaded, served, info.max_model_len)
         self._finds_blocks = config.enable_prefix_caching

@@ -255,7 +255,7 @@ def _read_config(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) 
     fields = ConfigFields(checkpoint.config, "llama")
     try:
         num_layers = fields.count("num_hidden_layers")
-        config = decoder_config(fields, qkv_bias=has_bias) if num_layers == 1 else None
+        config = decoder_config(fields) if num_layers == 1 else None
     except ConfigurationError as error:
         raise checkpoint.error(f"is invalid: {error}") from error
     if config is None:
@@ -264,7 +264,7 @@ def _read_config(checkpoint: _HeadCheckpoint, served: LoadedModel, window: int) 
     embedding = served.model.word_embedding
     if embedding is None or embedding.weight.num_columns != config.hidden_size:
         raise checkpoint.error("needs embeddings as wide as the served model's states")
-    return replace(config, sliding_windows=(window,))
+    return replace(config, sliding_windows=(window,), qkv_bias=config.qkv_bias or has_bias)
 
 
 def _read_layers(checkpoint: _HeadCheckpoint, model: CausalModel) -> tuple[int, ...]:

@@ -131,6 +131,7 @@ class Launcher:
             load_format=config.load_format,
             weights_folder=config.weights_folder,
             part=part,
+            max_model_len=config.max_model_len,
         )
         layer_groups = group_layers(self._loaded.sliding_windows)
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)

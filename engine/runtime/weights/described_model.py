@@ -96,8 +96,12 @@ class DescribedModel:
     stated_dtype: str | None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "DescribedModel":
+    def of(cls, checkpoint: Checkpoint, max_model_len: int | None = None) -> "DescribedModel":
         """Reads config.json.
+
+        Args:
+            checkpoint: the checkpoint.
+            max_model_len: the longest sequence that is served; None for the model's limit.
 
         Raises:
             ConfigurationError: the family is unknown, or a field has an unsupported value.
@@ -105,7 +109,13 @@ class DescribedModel:
         with _config_errors(checkpoint):
             family = family_of_config(checkpoint.config)
             fields = ConfigFields(checkpoint.config, family.model_type)
-            return cls(checkpoint, family, family.read_config(fields), fields.dtype)
+            config = family.read_config(fields)
+            return cls(
+                checkpoint,
+                family,
+                config if max_model_len is None else config.limited_to(max_model_len),
+                fields.dtype,
+            )
 
     def untied(self) -> "DescribedModel":
         """Returns the same model with an output head that has weights of its own."""

@@ -98,6 +98,7 @@ def load_model(
     load_format: str = "auto",
     weights_folder: str | None = None,
     part: ModelPart = WHOLE_MODEL,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -110,6 +111,8 @@ def load_model(
         weights_folder: through which processes share weights on a CPU (`shared_weights`); None
             keeps them in memory of this process.
         part: the part of the model that this process computes.
+        max_model_len: the longest sequence that is served; None for the model's limit. Rotary
+            embeddings that are scaled by LongRoPE depend on it.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -118,7 +121,7 @@ def load_model(
     """
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
-    described = DescribedModel.of(checkpoint)
+    described = DescribedModel.of(checkpoint, max_model_len)
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)
@@ -137,6 +140,8 @@ def load_model(
         check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
     _allocate(model, weights_dtype, device, path_or_name)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
+    if variant := model.config.kv_variant:
+        fingerprint = bytes(xxhash.xxh3_128_digest(fingerprint + variant.encode()))
 
     def fill() -> None:
         parts = model.checkpoint_tensors()

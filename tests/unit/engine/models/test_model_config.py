@@ -1,5 +1,6 @@
 """Model configurations from config.json: supported fields, refused fields, rotary scaling."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -18,6 +19,11 @@ ARCHITECTURE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
@@ -40,6 +46,11 @@ def rope_fields(rope_type, **parameters):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 5e5, **parameters}}
 
 
+def longrope(num_pairs, rope_type="longrope", **parameters):
+    short, long = [1.0 + 0.1 * i for i in range(num_pairs)], [2.0 + i for i in range(num_pairs)]
+    return rope_fields(rope_type, short_factor=short, long_factor=long, **parameters)
+
+
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -60,7 +71,8 @@ def test_a_config_does_not_change(model_type):
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", rope_fields("dynamic", factor=2.0), "rope_type 'dynamic'"),
+        ("llama", rope_fields("proportional"), "rope_type 'proportional'"),
+        ("llama", rope_fields("dynamic"), "rope_type 'dynamic' needs factor"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
         ("llama", rope_fields("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads 5"),
@@ -91,6 +103,12 @@ def test_a_config_does_not_change(model_type):
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_type 'per layer type'",
         ),
+        ("phi3", rope_fields("longrope", short_factor=[1.0]), "'longrope' needs long_factor"),
+        ("phi3", longrope(47), "short_factor has 47 numbers; it must have 48"),
+        ("phi3", rope_fields("linear", factor=2.0), "rope_type 'linear' is not supported"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 is not supported"),
+        ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor 2 is not supported"),
+        ("smollm3", {"no_rope_layers": [1] * 35}, "no_rope_layers must be a list of 36"),
         ("llama", {"hidden_size": 20, "num_attention_heads": 3}, "hidden_size 20"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 32"),
         ("qwen2", {"layer_types": 5}, "layer_types must be a list of 32"),
@@ -146,9 +164,63 @@ def test_rotary_scaling_is_that_of_transformers(rope, head_dim):
     fields = {"head_dim": head_dim, "max_position_embeddings": 1024, **rope}
     config = source_config("llama", **fields)
     frequencies, amplitude = ROPE_INIT_FUNCTIONS[rope["rope_parameters"]["rope_type"]](config)
-    rotary = RotaryEmbedding(read_config_of("llama", **fields).rope, head_dim)
+    rotary = RotaryEmbedding(read_config_of("llama", **fields).ropes[0])
     torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("parameters", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
+@pytest.mark.parametrize("max_model_len", [512, 513])
+def test_longrope_has_factors_for_the_longest_sequence(share, parameters, max_model_len):
+    rope = longrope(int(64 * share) // 2, **parameters)
+    rope["rope_parameters"]["partial_rotary_factor"] = share
+    fields = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        "original_max_position_embeddings": 512,
+        **copy.deepcopy(rope),
+    }
+    source = source_config("phi3", **copy.deepcopy(fields))
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](source, seq_len=max_model_len)
+    config = read_config_of("phi3", **fields).limited_to(max_model_len)
+    assert (config.kv_variant, config.max_model_len) == ("long" * (max_model_len == 513), 2048)
+    rotary = RotaryEmbedding(config.ropes[0])
+    torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
+    assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
+
+
+def test_older_names_of_scalings_mean_the_same():
+    older = longrope(48)["rope_parameters"]
+    older["type"] = "su"
+    del older["rope_type"]
+    configs = [read_config_of("phi3", rope_scaling=older), read_config_of("phi3", **longrope(48))]
+    assert configs[0].ropes[0].rope_type == "longrope"
+    assert configs[0].ropes[0].long_factors == configs[1].ropes[0].long_factors
+
+
+def test_dynamic_scaling_changes_nothing_up_to_the_models_length():
+    config = read_config_of("llama", **rope_fields("dynamic", factor=2.0))
+    assert config.ropes[0].rope_type == "default"
+    assert config.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("fields", "ropes", "windows"),
+    [
+        ({}, (0, 0, 0, None, 0), (None,) * 5),
+        ({"no_rope_layer_interval": 2}, (0, None, 0, None, 0), (None,) * 5),
+        (
+            {"no_rope_layers": [1, 0, 0, 1, 1], "use_sliding_window": True, "sliding_window": 9},
+            (0, None, None, 0, 0),
+            (None, 9, 9, None, None),
+        ),
+    ],
+)
+def test_layers_of_smollm3_without_rotary_embedding(fields, ropes, windows):
+    config = read_config_of("smollm3", num_hidden_layers=5, **fields)
+    assert (config.rope_of, config.sliding_windows) == (ropes, windows)
 
 
 def test_yarn_extends_max_model_len():

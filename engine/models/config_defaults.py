@@ -1,0 +1,131 @@
+"""The defaults of config.json by `model_type`, and older names of its fields.
+
+Both are those of `transformers` 5. A family reads only the fields that its table has.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["DEFAULTS", "OTHER_NAMES"]
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+_QWEN = _DECODER | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": _DECODER | _BIASES,
+        "mistral": _DECODER
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "sliding_window": 4096,
+        },
+        "qwen2": _QWEN,
+        "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
+        "smollm3": _DECODER
+        | _BIASES
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+        },
+        "phi3": _DECODER
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
+        "glm4": _DECODER
+        | {
+            "vocab_size": 151552,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
+        "olmo2": _OLMO,
+        "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
+        "opt": {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "word_embed_proj_dim": None,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
+        "gpt2": {
+            "vocab_size": 50257,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "n_inner": None,
+            "max_position_embeddings": 1024,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+    }
+)
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        }
+    }
+)

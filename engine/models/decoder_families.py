@@ -1,0 +1,109 @@
+"""Families that differ from Llama in fields of `DecoderConfig`: each reads its config.json."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.models.config import DecoderConfig, QkNorm, decoder_config
+from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from kernels.layer_kinds import NormKind
+
+__all__ = [
+    "glm4_config",
+    "olmo2_config",
+    "olmo3_config",
+    "phi3_config",
+    "qwen2_config",
+    "qwen3_config",
+    "smollm3_config",
+]
+
+_OLMO3_SLIDING_THETA = 500_000.0
+_OUTPUT_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def qwen2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Qwen2 model: Q, K and V always have biases."""
+    return replace(decoder_config(fields), qkv_bias=True)
+
+
+def qwen3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Qwen3 model: the heads of Q and K are normalized."""
+    return replace(decoder_config(fields), qk_norm=QkNorm.HEAD)
+
+
+def smollm3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a SmolLM3 model: some layers have no rotary embedding.
+
+    Only these have a window, unless `layer_types` says otherwise.
+    """
+    num_layers = fields.count("num_hidden_layers")
+    has_rope = fields.raw("no_rope_layers")
+    if has_rope is None:
+        interval = fields.count("no_rope_layer_interval")
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(has_rope, list) or len(has_rope) < num_layers:
+        raise ConfigFieldError(f"no_rope_layers must be a list of {num_layers}, one for each layer")
+    has_rope = has_rope[:num_layers]
+    types = ["full_attention" if rotates else "sliding_attention" for rotates in has_rope]
+    config = decoder_config(fields, layer_types=types)
+    return replace(config, rope_of=tuple(0 if rotates else None for rotates in has_rope))
+
+
+def glm4_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GLM-4 model: norms before and after attention and MLP."""
+    return replace(
+        decoder_config(fields, is_interleaved=True),
+        output_bias=False,
+        norms_outputs=True,
+        names={
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        joined=frozenset({"gate_up_proj"}),
+    )
+
+
+def phi3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Phi-3 or Phi-4 model: fused projections, and LongRoPE."""
+    config = decoder_config(fields)
+    if config.ropes[0].rope_type not in ("default", "longrope"):
+        raise unsupported("rope_type", config.ropes[0].rope_type)
+    return replace(config, joined=frozenset({"qkv_proj", "gate_up_proj"}))
+
+
+def olmo2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of an OLMo 2 model: the outputs of attention and MLP are normalized."""
+    return _olmo(decoder_config(fields))
+
+
+def olmo3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of an OLMo 3 model: as OLMo 2, and three of four layers have a window."""
+    thetas = {
+        "full_attention": fields.value("rope_theta"),
+        # transformers reads config.json's `rope_theta` for the other layers alone.
+        "sliding_attention": _OLMO3_SLIDING_THETA,
+    }
+    return _olmo(decoder_config(fields, layer_types=_every_nth_full(fields, 4), thetas=thetas))
+
+
+def _olmo(config: DecoderConfig) -> DecoderConfig:
+    return replace(
+        config,
+        norm=NormKind.WIDE,
+        norms_inputs=False,
+        norms_outputs=True,
+        qk_norm=QkNorm.PROJECTION,
+        names=_OUTPUT_NORMS,
+    )
+
+
+def _every_nth_full(fields: ConfigFields, interval: int) -> Sequence[str]:
+    """Returns layer types of which every `interval`-th is without a window."""
+    num_layers = fields.count("num_hidden_layers")
+    return [
+        "sliding_attention" if number % interval else "full_attention"
+        for number in range(1, num_layers + 1)
+    ]
