@@ -31,13 +31,6 @@ def one_compile_process(compile_processes: SharedCompileProcesses) -> Iterator[N
         yield
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """A process that forks others, which it does not import torch for; started when needed."""
-    with closing(ForkServer()) as server:
-        yield server
-
-
 @pytest.fixture(scope="module", autouse=True)
 def forked_ranks(fork_server: ForkServer) -> Iterator[None]:
     """Forks the processes of ranks. Tests of their real start override it."""

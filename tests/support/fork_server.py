@@ -27,14 +27,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 from worker.processes.child import end_with_parent
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Whatever ranks and workers import, without anything that starts a thread.
-_PRELOADED = ("engine.runtime.ranks.loop", "engine.runtime.model_runner", "worker.server")
+# Whatever ranks, workers and routers import, without anything that starts a thread.
+_PRELOADED = (
+    "engine.runtime.ranks.loop",
+    "engine.runtime.model_runner",
+    "router.server",
+    "worker.server",
+)
 _CHILD_MODULE = "worker.processes.child"
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_BYTES = 1 << 17
@@ -52,6 +58,7 @@ class _Task:
         files: number in the forked process of each descriptor.
         environment: its environment.
         path: its `sys.path`.
+        folder: its working directory.
         parent: id of the process that starts it.
         has_session: whether it leads a session of its own.
     """
@@ -61,6 +68,7 @@ class _Task:
     files: tuple[int, ...]
     environment: dict[str, str]
     path: list[str]
+    folder: str
     parent: int
     has_session: bool
 
@@ -128,8 +136,11 @@ class ForkServer:
         command: Sequence[str],
         *,
         stdin: int | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
         pass_fds: Sequence[int] = (),
         start_new_session: bool = False,
+        cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> "ForkedProcess | subprocess.Popen[bytes]":
         """Starts a process as `subprocess.Popen` does.
@@ -137,31 +148,42 @@ class ForkServer:
         Args:
             command: `python -m MODULE ARGUMENTS...`; the module may be `worker.processes.child`.
                 Any other command is not forked.
-            stdin: its standard input, None for that of this process.
+            stdin: of a command that is not forked; forked processes read nothing.
+            stdout: its standard output; None: that of this process.
+            stderr: its standard error; None: that of this process.
             pass_fds: descriptors that it has under the same numbers.
             start_new_session: whether it leads a session.
-            env: its environment, None for that of this process.
+            cwd: its working directory; None: that of this process.
+            env: its environment; None: that of this process.
         """
         if command[0] != sys.executable:
             return subprocess.Popen(
                 command,
                 stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 pass_fds=pass_fds,
                 start_new_session=start_new_session,
+                cwd=cwd,
                 env=env,
             )
         module, *arguments = command[command.index("-m") + 1 :]
         if module == _CHILD_MODULE:  # whatever is forked ends with its parent
             _, module, *arguments = arguments
         with Path(os.devnull).open() as nothing:
-            given = nothing.fileno() if stdin == subprocess.DEVNULL else 0
-            files = {0: given, 1: 1, 2: 2, **{file: file for file in pass_fds}}
+            files = {
+                0: nothing.fileno(),
+                1: 1 if stdout is None else stdout.fileno(),
+                2: 2 if stderr is None else stderr.fileno(),
+                **{file: file for file in pass_fds},
+            }
             task = _Task(
                 module=module,
                 arguments=tuple(arguments),
                 files=tuple(files),
                 environment=dict(os.environ if env is None else env),
                 path=[entry or str(Path.cwd()) for entry in sys.path],
+                folder=str(cwd or Path.cwd()),
                 parent=os.getpid(),
                 has_session=start_new_session,
             )
@@ -242,6 +264,7 @@ def _run(task: _Task) -> None:
     while os.getppid() != task.parent:  # until the process between has ended
         time.sleep(0.001)
     end_with_parent()
+    os.chdir(task.folder)
     os.environ.clear()
     os.environ.update(task.environment)
     sys.path[:] = task.path
