@@ -96,6 +96,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """Forks processes that compute, which need not import torch then; started when needed."""
+    from tests.support.fork_server import ForkServer
+
+    server = ForkServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def redis_server():
     """A real redis-server on a free port; see `tests.support.redis_server.RedisServer`."""

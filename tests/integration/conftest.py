@@ -5,10 +5,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from engine.kv_transfer.costs import LoadCosts
+from engine.runtime.ranks import started_ranks
+from tests.support import rank_hosts
+from tests.support.fork_server import ForkServer
 from tests.support.redis_server import RedisServer
 from tests.support.shared_compiling import SharedCompileProcesses
 
@@ -24,6 +28,16 @@ def compile_processes() -> Iterator[SharedCompileProcesses]:
 def one_compile_process(compile_processes: SharedCompileProcesses) -> Iterator[None]:
     """Engines share compile processes. Tests of these override it."""
     with compile_processes.used():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks(fork_server: ForkServer) -> Iterator[None]:
+    """Forks the processes of ranks. Tests of their real start override it."""
+    with (
+        mock.patch.object(started_ranks, "subprocess", fork_server.subprocess),
+        mock.patch.object(rank_hosts, "subprocess", fork_server.subprocess),
+    ):
         yield
 
 

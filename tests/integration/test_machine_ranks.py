@@ -32,7 +32,13 @@ from tests.support.two_hosts import other_host
 pytestmark = pytest.mark.timeout(180)
 
 SIZES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+
 END_S = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> None:
+    """Lets ranks start as they do for users."""
 
 
 @contextmanager
