@@ -20,7 +20,7 @@ from jinja2 import nodes
 from baton.common.errors import InvalidArgumentError
 from router.chat.chat_request import content_text
 
-__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages"]
+__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages", "with_written_calls"]
 
 _TOOL_ROLES = ("tool", "function")
 _PROBED_VALUE = "value-of-an-argument"
@@ -60,6 +60,7 @@ class MessageForm:
             otherwise it has the empty text or list.
         content_as_reasoning: the text of a message with tool calls is the end of its reasoning,
             since a message with all three, or with a text and calls, cannot be written.
+        has_calls: whether the template writes calls; otherwise it leaves them out.
     """
 
     as_parts: bool = False
@@ -67,6 +68,7 @@ class MessageForm:
     arguments_as_text: bool = False
     null_beside_calls: bool = False
     content_as_reasoning: bool = False
+    has_calls: bool = True
 
 
 def find_form(
@@ -90,7 +92,7 @@ def find_form(
         if _writes_calls(render, candidate, {}):
             has_place = _writes_calls(render, candidate, _PROBED_TEXTS)
             return replace(candidate, content_as_reasoning=not has_place)
-    return form
+    return replace(form, has_calls=False)
 
 
 def _writes_calls(
@@ -197,6 +199,31 @@ def _without_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     texts.append(content_text(message.get("content"), "\n"))
     reasoning = "\n".join([text for text in texts if text])
     return {**fields, **dict.fromkeys(_REASONING_FIELDS, reasoning)} if reasoning else fields
+
+
+def with_written_calls(
+    messages: Sequence[Mapping[str, Any]],
+    write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str | None],
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns messages whose calls are text behind their content, for a template without calls.
+
+    Args:
+        messages: messages as in a `Conversation`.
+        write: returns the text of calls, given by names and arguments; None: it is not known.
+    """
+    return tuple([_with_written_calls(message, write) for message in messages])
+
+
+def _with_written_calls(
+    message: Mapping[str, Any],
+    write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str | None],
+) -> Mapping[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    text = write([(each["name"], each["arguments"]) for each in functions]) if functions else None
+    if text is None:
+        return message
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "content": content_text(message.get("content"), "\n") + text}
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

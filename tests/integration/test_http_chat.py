@@ -282,6 +282,21 @@ async def test_reasoning_is_apart_from_content_and_counted():
     assert hidden.choices[0].message.content == parts.content
 
 
+async def test_calls_that_a_template_leaves_out_are_text_of_their_message():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "I add.", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    written = "<|tool_call_start|>[add(a=1), add(a=1)]<|tool_call_end|>"
+    for parser, text in (("lfm2", written), ("openai", ""), (None, "")):
+        decode = answering("2.")
+        async with running_chat(decode, tool_call_parser=parser) as api:
+            await api.openai.chat.completions.create(model=MODEL, messages=messages)
+        assert prompt_text(decode) == f"[user]Hi[assistant]I add.{text}[tool]2[assistant]"
+
+
 HARMONY = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
 ANALYSIS = "<|channel|>analysis<|message|>Hm."
 NEXT = "<|end|><|start|>assistant<|channel|>"
