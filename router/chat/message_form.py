@@ -6,7 +6,8 @@ tools are always text.
 
 Templates agree less on tool calls. Most write `arguments` as JSON, so they get objects, as in
 vLLM; some append them to a text, and some write the calls of a message only if its content is null.
-A template is tried with a call to find its form.
+That of gpt-oss refuses a message that has reasoning, content and calls, which its models write. A
+template is tried with a call to find its form.
 """
 
 import json
@@ -19,7 +20,7 @@ from jinja2 import nodes
 from baton.common.errors import InvalidArgumentError
 from router.chat.chat_request import content_text
 
-__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages"]
+__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages", "with_written_calls"]
 
 _TOOL_ROLES = ("tool", "function")
 _PROBED_VALUE = "value-of-an-argument"
@@ -37,6 +38,8 @@ _PROBE: tuple[Mapping[str, Any], ...] = (
     },
     {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "result"},
 )
+_PROBED_TEXTS = {"content": "text", "reasoning_content": "thought", "thinking": "thought"}
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_FIELD = "continue_final_message"
 _MARK = "END_OF_FINAL_MESSAGE_TEXT"
 """Written after the final message's text; the prompt is cut there."""
@@ -55,12 +58,17 @@ class MessageForm:
         arguments_as_text: the arguments of tool calls are JSON text; otherwise objects.
         null_beside_calls: a message with tool calls and without text has the content None;
             otherwise it has the empty text or list.
+        content_as_reasoning: the text of a message with tool calls is the end of its reasoning,
+            since a message with all three, or with a text and calls, cannot be written.
+        has_calls: whether the template writes calls; otherwise it leaves them out.
     """
 
     as_parts: bool = False
     has_developer: bool = False
     arguments_as_text: bool = False
     null_beside_calls: bool = False
+    content_as_reasoning: bool = False
+    has_calls: bool = True
 
 
 def find_form(
@@ -80,12 +88,22 @@ def find_form(
         for null in (False, True)
         for as_text in (False, True)
     ]
-    return next((candidate for candidate in candidates if _writes_calls(render, candidate)), form)
+    for candidate in candidates:
+        if _writes_calls(render, candidate, {}):
+            has_place = _writes_calls(render, candidate, _PROBED_TEXTS)
+            return replace(candidate, content_as_reasoning=not has_place)
+    return replace(form, has_calls=False)
 
 
-def _writes_calls(render: Callable[[Sequence[dict[str, Any]]], str], form: MessageForm) -> bool:
+def _writes_calls(
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    form: MessageForm,
+    texts: Mapping[str, str],
+) -> bool:
+    """Returns whether a template writes the call of a message that has some texts besides."""
+    question, call, result = _PROBE
     try:
-        return _PROBED_VALUE in render(shape_messages(_PROBE, form))
+        return _PROBED_VALUE in render(shape_messages((question, {**call, **texts}, result), form))
     except InvalidArgumentError:
         return False
 
@@ -156,20 +174,56 @@ def shape_messages(
 
 
 def _shaped(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
+    role, calls = message.get("role"), message.get("tool_calls")
+    has_calls = bool(role == "assistant" and calls)
+    if has_calls and form.content_as_reasoning:
+        message = _without_content(message)
     shaped = dict(message)
-    role = message.get("role")
     if role == "developer" and not form.has_developer:
         shaped["role"] = "system"
     as_parts = form.as_parts and role not in _TOOL_ROLES
     content = message.get("content")
     shaped["content"] = _parts_of(content) if as_parts else content_text(content, "\n")
-    calls = message.get("tool_calls")
-    if role == "assistant" and calls:
+    if has_calls:
         if form.null_beside_calls and not content:
             shaped["content"] = None
         if form.arguments_as_text:
-            shaped["tool_calls"] = [_with_text(call) for call in calls]
+            shaped["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
     return shaped
+
+
+def _without_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content is the end of its reasoning."""
+    fields = {name: value for name, value in message.items() if name != "content"}
+    texts = [next((fields[name] for name in _REASONING_FIELDS if fields.get(name)), "")]
+    texts.append(content_text(message.get("content"), "\n"))
+    reasoning = "\n".join([text for text in texts if text])
+    return {**fields, **dict.fromkeys(_REASONING_FIELDS, reasoning)} if reasoning else fields
+
+
+def with_written_calls(
+    messages: Sequence[Mapping[str, Any]],
+    write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str | None],
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns messages whose calls are text behind their content, for a template without calls.
+
+    Args:
+        messages: messages as in a `Conversation`.
+        write: returns the text of calls, given by names and arguments; None: it is not known.
+    """
+    return tuple([_with_written_calls(message, write) for message in messages])
+
+
+def _with_written_calls(
+    message: Mapping[str, Any],
+    write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str | None],
+) -> Mapping[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    text = write([(each["name"], each["arguments"]) for each in functions]) if functions else None
+    if text is None:
+        return message
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "content": content_text(message.get("content"), "\n") + text}
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 from baton.common.errors import FailedPreconditionError, Reason
 from baton.common.request.request_spec import ReasoningMarks, ReasoningStart
 from router.chat.chat_request import Conversation, content_text
+from router.chat.message_form import with_written_calls
 from router.chat.reasoning_parsers import (
     MarkedReasoningParser,
     ReasoningParser,
@@ -61,6 +63,9 @@ class ChatModel:
     async def render(self, conversation: Conversation) -> str:
         """Returns the prompt of a chat. It has its special tokens already, as texts.
 
+        If the template leaves out the calls of earlier answers, they are text of these answers, as
+        the model wrote them.
+
         Raises:
             FailedPreconditionError: the model has no chat template.
             InvalidArgumentError: the template cannot render the chat; names the field.
@@ -72,6 +77,9 @@ class ChatModel:
                 reason=Reason.NOT_CONFIGURED,
                 field="chat",
             )
+        if self.tool_parser is not None and not self.template.writes_calls(conversation):
+            messages = with_written_calls(conversation.messages, self.tool_parser.write_calls)
+            conversation = replace(conversation, messages=messages)
         async with self._turn():
             return await asyncio.to_thread(self.template.render, conversation)
 

@@ -71,11 +71,15 @@ class MarkedReasoningParser(ReasoningParser):
     Attributes:
         start: the tag before the part.
         end: the tag after it.
+        other_starts: texts that count as the start tag, too.
+        other_ends: texts that count as the end tag, too.
         opens_itself: whether answers begin inside of the part without a start tag.
     """
 
     start: ClassVar[str]
     end: ClassVar[str]
+    other_starts: ClassVar[tuple[str, ...]] = ()
+    other_ends: ClassVar[tuple[str, ...]] = ()
     opens_itself: ClassVar[bool] = False
 
     def __init__(self, starts_inside: bool | None = None) -> None:
@@ -89,9 +93,9 @@ class MarkedReasoningParser(ReasoningParser):
     def is_open_after(cls, prompt: str) -> bool | None:
         """Looks at the prompt's end only: earlier messages may mention the tags."""
         last = prompt.rstrip()
-        if last.endswith(cls.end):
+        if last.endswith((cls.end, *cls.other_ends)):
             return False
-        return last.endswith(cls.start) or None
+        return last.endswith((cls.start, *cls.other_starts)) or None
 
     def push(self, text: str) -> ChatDelta:
         """Returns the reasoning and content in further text."""
@@ -114,14 +118,19 @@ class MarkedReasoningParser(ReasoningParser):
         text, is_open = self._text, self.starts_inside
         text.record()
         yield from text.skip_whitespace()
-        if (yield from text.skip(self.start)):
+        if (yield from text.skip_any((self.start, *self.other_starts))):
             text.take_record()
             is_open = True
         if is_open:
             self._reasoning.append(text.take_record())
-            yield from text.copy_until(self.end, self._reasoning.append)
+            end = yield from text.copy_to((self.end, *self.other_ends), self._reasoning.append)
+            text.read(len(end))
         self._content.append(text.take_record())
-        yield from text.copy_rest(self._content.append)
+        yield from self._read_content()
+
+    def _read_content(self) -> Steps[None]:
+        """Reads the text behind the reasoning part."""
+        yield from self._text.copy_rest(self._content.append)
 
 
 class DeepSeekR1ReasoningParser(MarkedReasoningParser):
@@ -148,10 +157,29 @@ class MistralReasoningParser(MarkedReasoningParser):
 
 
 class GraniteReasoningParser(MarkedReasoningParser):
-    """The sentences that Granite 3.2 writes before its two parts."""
+    """The sentences that Granite 3.2 writes before its two parts, and the tags of Granite 3.3.
+
+    Granite 3.3 has `<response>` and `</response>` around the content, too.
+    """
 
     start = "Here is my thought process:"
     end = "Here is my response:"
+    other_starts = ("Here's my thought process:", "<think>")
+    other_ends = ("Here's my response:", "</think>")
+
+    def _read_content(self) -> Steps[None]:
+        text = self._text
+        text.record()
+        yield from text.skip_whitespace()
+        if (yield from text.skip("<response>")):
+            text.record()
+            yield from text.copy_until("</response>", self._content.append)
+            text.record()
+            yield from text.skip_whitespace()
+            if not (yield from text.peek()):
+                text.record()
+        self._content.append(text.take_record())
+        yield from text.copy_rest(self._content.append)
 
 
 class Gemma4ReasoningParser(MarkedReasoningParser):

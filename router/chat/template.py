@@ -137,6 +137,10 @@ class ChatTemplate:
         prompt = _joined(_pieces(template.code, variables))
         return final.cut(prompt) if final else prompt
 
+    def writes_calls(self, conversation: Conversation) -> bool:
+        """Returns whether the template writes the calls of messages, or leaves them out."""
+        return self._template_for(conversation).form.has_calls
+
     def messages_for(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Returns a copy of the messages in the form that the template reads.
 

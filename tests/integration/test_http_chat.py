@@ -282,6 +282,61 @@ async def test_reasoning_is_apart_from_content_and_counted():
     assert hidden.choices[0].message.content == parts.content
 
 
+async def test_calls_that_a_template_leaves_out_are_text_of_their_message():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "I add.", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    written = "<|tool_call_start|>[add(a=1), add(a=1)]<|tool_call_end|>"
+    for parser, text in (("lfm2", written), ("openai", ""), (None, "")):
+        decode = answering("2.")
+        async with running_chat(decode, tool_call_parser=parser) as api:
+            await api.openai.chat.completions.create(model=MODEL, messages=messages)
+        assert prompt_text(decode) == f"[user]Hi[assistant]I add.{text}[tool]2[assistant]"
+
+
+HARMONY = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+ANALYSIS = "<|channel|>analysis<|message|>Hm."
+NEXT = "<|end|><|start|>assistant<|channel|>"
+
+
+async def test_messages_of_gpt_oss_are_reasoning_content_and_calls():
+    call = 'commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    preamble = f"{NEXT}commentary<|message|>I add."
+    async with running_chat(answering(f"{ANALYSIS}{preamble}{NEXT}{call}"), **HARMONY) as api:
+        create = api.openai.chat.completions.create
+        whole = await create(model=MODEL, messages=USER, tools=[TOOL])
+        stream = await create(model=MODEL, messages=USER, tools=[TOOL], stream=True)
+        message, _ = await joined(stream)
+    (choice,) = whole.choices
+    (made,) = choice.message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("add", '{"a": 1}')
+    assert (choice.message.reasoning, choice.message.content) == ("Hm.", "I add.")
+    assert choice.finish_reason == message["finish_reason"] == "tool_calls"
+    assert (message["reasoning"], message["content"]) == ("Hm.", "I add.")
+    assert message["tool_calls"][0]["arguments"] == '{"a": 1}'
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len(script_of("Hm."))
+
+
+@pytest.mark.parametrize("text", [f"{ANALYSIS}{NEXT}final<|message|>{{}}", "{}"])
+@pytest.mark.parametrize("is_forced", [True, False])
+async def test_forms_of_gpt_oss_are_those_of_the_final_message(text, is_forced):
+    form = {"response_format": {"type": "json_object"}}
+    call = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    async with running_chat(answering(text), **HARMONY) as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL, messages=USER, **(call if is_forced else form)
+        )
+    message = answer.choices[0].message
+    assert message.reasoning == ("Hm." if text != "{}" else None)
+    if is_forced:
+        assert [each.function.arguments for each in message.tool_calls] == ["{}"]
+    else:
+        assert message.content == "{}"
+
+
 async def test_constrained_text_is_content_though_answers_begin_with_reasoning():
     create = {"model": MODEL, "messages": USER}
     form = {"response_format": {"type": "json_object"}}

@@ -18,6 +18,7 @@ from tests.support.chat_texts import (
     almost_json,
     damaged,
     random_arguments,
+    random_calls,
     whole_calls,
 )
 
@@ -157,6 +158,19 @@ def test_answers_are_read_as_templates_write_them(name):
         assert (answer[1] or "").strip() == reasoning.strip(), text
         assert (answer[0] or "").strip() == content.strip(), text
         assert answer_of(make, random_pieces(rng, text)) == answer == answer_of(make, text)
+
+
+WRITERS = sorted({*FORMATS, *TEXTS} - {"gemma4", "glm45", "openai", "qwen3_coder"})
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_calls_are_read_as_they_are_written(name):
+    for seed in range(50):
+        calls = random_calls(random.Random(f"{name} {seed}"))
+        text = tool_parser(name).write_calls(calls)
+        content, _, found = answer_of(output_of(tool_parser(name)), [text])
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls, text
+        assert content is None
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - set(TEXTS)))

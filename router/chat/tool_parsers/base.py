@@ -1,5 +1,6 @@
 """`ToolParser`: finds tool calls in generated text, and what all tool parsers share."""
 
+import json
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -141,6 +142,20 @@ class CallSyntax:
     argument_keys: Sequence[str] = ()
     has_json_arguments: bool = True
 
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Returns the text of calls.
+
+        Args:
+            calls: the functions' names, and the arguments as the model writes them.
+        """
+        closer, separator = "".join(self.closers[:1]), "".join(self.separators[:1])
+        texts = [
+            self.heads[0].replace("NAME", name) + arguments + self.tail for name, arguments in calls
+        ]
+        if closer and self.prefixes:  # they are around all calls
+            return self.prefixes[0] + separator.join(texts) + closer
+        return separator.join([text + closer for text in texts])
+
 
 def json_heads(prefixes: Sequence[str], key: str) -> tuple[str, ...]:
     """Returns the heads of calls that are JSON objects, with and without spaces.
@@ -180,6 +195,23 @@ class ToolParser(ABC):
     def is_offered(self, name: str) -> bool:
         """Returns whether the request offers a function, or, without tools, may offer it."""
         return not self._names or name in self._names
+
+    @classmethod
+    def write_calls(cls, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Returns the text of calls, which the parser reads as these calls.
+
+        Args:
+            calls: the functions' names and arguments.
+
+        Returns:
+            None if it is not known how the model writes calls.
+        """
+        syntax = cls.syntax
+        if syntax is None or not syntax.has_json_arguments:
+            return None
+        return syntax.write(
+            [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+        )
 
     @abstractmethod
     def push(self, text: str) -> ChatDelta:

@@ -5,10 +5,12 @@ Tokenizers up to version 7 have `[TOOL_CALLS][{"name": "f", "arguments": {...}}]
 `[ARGS]` may be missing.
 """
 
+import json
 import re
 import secrets
 import string
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import (
@@ -49,6 +51,16 @@ class MistralToolParser(GeneratorToolParser):
     def _new_call_id() -> str:
         # Mistral's templates refuse other ids in the messages of later requests.
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+    @classmethod
+    def write_calls(cls, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Returns the text of calls, in the form of version 11."""
+        return "".join(
+            [
+                f"{_START}{name}{_ARGUMENTS}{json.dumps(arguments, ensure_ascii=False)}"
+                for name, arguments in calls
+            ]
+        )
 
     def read(self) -> Steps[None]:
         """Reads the text."""

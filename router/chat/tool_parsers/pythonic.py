@@ -7,7 +7,8 @@ LFM2 and OLMo 3 have tags of their own around calls.
 
 import json
 import re
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import (
@@ -41,6 +42,15 @@ class PythonicToolParser(GeneratorToolParser):
     syntax: ClassVar[CallSyntax | None] = CallSyntax(
         heads=("[NAME(",), tail=")]", has_json_arguments=False
     )
+
+    @classmethod
+    def write_calls(cls, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Returns the list of calls."""
+        texts = [
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            for name, arguments in calls
+        ]
+        return f"[{', '.join(texts)}]"
 
     def read(self) -> Steps[None]:
         """Reads the text."""
@@ -132,6 +142,11 @@ class TaggedPythonicToolParser(PythonicToolParser):
     needs_special_tokens: ClassVar[bool] = True
     start: ClassVar[str]
     end: ClassVar[str]
+
+    @classmethod
+    def write_calls(cls, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Returns the list of calls, between the tags."""
+        return f"{cls.start}{super().write_calls(calls)}{cls.end}"
 
     def read(self) -> Steps[None]:
         """Reads the text."""

@@ -43,7 +43,13 @@ _END_OF_TURN = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|call|>",
+    "<|return|>",
 )
+# In a vocabulary with the first of these tokens, that of gpt-oss, the second one ends a message,
+# and further messages of the same turn may follow it.
+_CALL_END, _MESSAGE_END = "<|call|>", "<|end|>"
 _CONTROL = 3
 _SAMPLING = "general.sampling."
 # Keys after `_SAMPLING` whose names in generation_config.json are others.
@@ -88,13 +94,6 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
 
 def generation_config_json(header: GgufHeader) -> dict[str, Any]:
     """Returns the ids that end a generation, and the sampling defaults that the file states."""
-    types = header.metadata.get("tokenizer.ggml.token_type", ())
-    ends = {header.token_id(role) for role in ("eos", "eot", "eom")}
-    ends |= {
-        token_id
-        for token_id, (token, kind) in enumerate(zip(header.tokens, types, strict=False))
-        if kind == _CONTROL and token in _END_OF_TURN
-    }
     stated = {
         _OTHER_NAMES.get(key, key): value
         for name, value in header.metadata.items()
@@ -103,8 +102,21 @@ def generation_config_json(header: GgufHeader) -> dict[str, Any]:
     return {
         **stated,
         **_token_ids(header),
-        "eos_token_id": sorted(end for end in ends if end is not None),
+        "eos_token_id": sorted(_end_ids(header)),
     }
+
+
+def _end_ids(header: GgufHeader) -> set[int]:
+    types = header.metadata.get("tokenizer.ggml.token_type", ())
+    ends = {
+        token: token_id
+        for token_id, (token, kind) in enumerate(zip(header.tokens, types, strict=False))
+        if kind == _CONTROL and token in _END_OF_TURN
+    }
+    if _CALL_END in ends:
+        ends.pop(_MESSAGE_END, None)
+    named = [header.token_id(role) for role in ("eos", "eot", "eom")]
+    return {*ends.values(), *(token_id for token_id in named if token_id is not None)}
 
 
 def _rope_parameters(

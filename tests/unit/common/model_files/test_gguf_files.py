@@ -245,6 +245,19 @@ def test_tensors_that_parts_lack_or_have_twice_are_refused(tmp_path):
         read_header(path)
 
 
+def test_the_end_of_a_message_of_gpt_oss_is_no_end_token(tmp_path):
+    tokens = [*BYTE_TOKENIZER["tokenizer.ggml.tokens"], "<|return|>", "<|end|>", "<|call|>"]
+    types = [*BYTE_TOKENIZER["tokenizer.ggml.token_type"], CONTROL, CONTROL, CONTROL]
+    file = written(
+        tmp_path,
+        {"token_embd.weight": (np.zeros((262, 64), np.float16), None)},
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=types,
+        tokenizer__ggml__eos_token_id=259,
+    )
+    assert file.read_json("generation_config.json")["eos_token_id"] == [259, 261]
+
+
 @pytest.mark.parametrize("token_id", [259, 2**32 - 1, True, 1.0, "257", [257]])
 def test_an_id_that_names_no_token_counts_as_none(tmp_path, token_id):
     file = written(tmp_path, tokenizer__ggml__eos_token_id=token_id)

@@ -36,6 +36,13 @@ F1 = ("f", '{"a": 1}')
             " yes",
             " hm. ",
         ),
+        ("granite", "Here's my thought process: hm. Here's my response: a", " a", " hm. "),
+        ("granite", "<think>hm</think>\n<response>yes</response>\n", "yes", "hm"),
+        ("granite", "<response>yes</resp", "yes</resp", None),
+        ("granite", "<think>hm</think>\n<resp</response> a", "\n<resp</response> a", "hm"),
+        ("gemma4", "<|channel>thought\nhm\n<channel|>yes", "yes", "\nhm\n"),
+        ("gemma4", "yes", "yes", None),
+        ("glm45", "\n<think>hm</think>\nyes", "\nyes", "hm"),
     ],
 )
 def test_reasoning_and_content(name, text, content, reasoning):

@@ -213,6 +213,29 @@ def test_calls_have_the_form_that_the_template_writes(call, written):
         assert render(CALLS.replace("CALL", call), USER, message) == written
 
 
+REFUSING = (
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{{ raise_exception('both') if m.content and m.thinking }}"
+    "[{{ m.content or m.thinking }}]{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "written"),
+    [
+        ({"content": "a", "reasoning_content": "b"}, "[b\na]"),
+        ({"content": "a"}, "[a]"),
+        ({"reasoning_content": "b"}, "[b]"),
+        ({}, "[]"),
+    ],
+)
+def test_text_beside_calls_is_reasoning_if_a_template_refuses_both(texts, written):
+    call = {"function": {"name": "f", "arguments": {"k": 1}}}
+    message = {"role": "assistant", "tool_calls": [call], **texts}
+    assert render(REFUSING, USER, message) == written + '{"k": 1}'
+
+
 def test_rendering_changes_no_message():
     conversation = conversation_of([USER], **CONTINUED)
     template = ChatTemplate(source_of(default="{{ messages[0].content }}!"))
