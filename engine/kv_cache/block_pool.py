@@ -1,10 +1,13 @@
-"""`BlockPool`: owns every KV block of one engine. Pure: no torch.
+"""`BlockPool`: owns every KV block, and every slot for states, of one engine. Pure: no torch.
 
 A block is free or has one or more owners. A free block stays in the prefix
 cache until it is allocated again, so freed blocks fill the cache. The free list
 is in eviction order: blocks that are not cached come first, then cached ones,
 least recently freed first. After PagedAttention (Kwon et al. 2023) and vLLM's
 automatic prefix caching.
+
+Slots hold the states of recurrent layers (`engine.kv_cache.spec`). They are blocks of a
+second kind: their ids follow those of the blocks, and they have a free list of their own.
 
 All operations are O(1) per block.
 """
@@ -32,25 +35,30 @@ class Allocation(Enum):
 
 
 class BlockPool:
-    """Reference counts, hash index and free list of `num_blocks` blocks.
+    """Reference counts, hash index and free lists of `num_blocks` blocks and `num_slots` slots.
+
+    Methods that take blocks take slots too, unless they say otherwise.
 
     Args:
         num_blocks: blocks in the pool.
         num_layer_groups: number of layer groups (`engine.kv_cache.spec`). Their blocks
             are cached under the same keys; each layer group has its own index.
+        num_slots: slots in the pool, for the last layer group; 0 without recurrent layers.
 
     Attributes:
         events: the log of blocks entering and leaving layer group 0's index.
     """
 
-    def __init__(self, num_blocks: int, num_layer_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_layer_groups: int = 1, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self.events = KvEventLog(self.cached_keys)
-        self._ref_counts = [0] * num_blocks
-        self._key_of: list[bytes | None] = [None] * num_blocks
-        self._layer_group_of = [0] * num_blocks
+        self._ref_counts = [0] * (num_blocks + num_slots)
+        self._key_of: list[bytes | None] = [None] * (num_blocks + num_slots)
+        self._layer_group_of = [0] * (num_blocks + num_slots)
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_layer_groups)]
-        self._free = _FreeList(num_blocks)
+        self._free = _FreeList(range(num_blocks))
+        self._free_slots = _FreeList(range(num_blocks, num_blocks + num_slots))
 
     @property
     def num_free(self) -> int:
@@ -58,9 +66,23 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots without an owner, cached ones included."""
+        return len(self._free_slots)
+
+    @property
     def num_cached(self) -> int:
-        """Blocks in the index, of all layer groups."""
-        return sum(len(block_of) for block_of in self._block_of)
+        """Blocks in the index, of all layer groups; without slots."""
+        return sum(len(block_of) for block_of in self._block_of) - self.num_cached_slots
+
+    @property
+    def num_cached_slots(self) -> int:
+        """Slots in the index."""
+        return len(self._block_of[-1]) if self.num_slots else 0
+
+    def is_slot(self, block_id: int) -> bool:
+        """Whether an id is that of a slot."""
+        return block_id >= self.num_blocks
 
     def can_allocate(self, num_blocks: int, num_reserved: int = 0) -> Allocation:
         """Whether `num_blocks` can be allocated while `num_reserved` others stay free."""
@@ -73,17 +95,17 @@ class BlockPool:
 
         The caller has checked `can_allocate`.
         """
-        block_ids = self._free.pop_first(num_blocks)
-        for block_id in block_ids:
-            self._ref_counts[block_id] = 1
-        self.forget(block_ids)
-        return block_ids
+        return self._take(self._free.pop_first(num_blocks))
+
+    def allocate_slots(self, num_slots: int) -> list[int]:
+        """Takes slots as `allocate` takes blocks. The caller has checked `num_free_slots`."""
+        return self._take(self._free_slots.pop_first(num_slots))
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds an owner to each block; takes free ones off the free list."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                self._free.remove(block_id)
+                self._list_of(block_id).remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -99,7 +121,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
-                self._free.push(block_id, first=self._key_of[block_id] is None)
+                self._list_of(block_id).push(block_id, first=self._key_of[block_id] is None)
 
     def num_references(self, block_id: int) -> int:
         """Returns the number of the block's owners."""
@@ -148,7 +170,11 @@ class BlockPool:
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Removes blocks from the index, so that no further sequence shares them."""
+        """Removes blocks from the index, so that no further sequence shares them.
+
+        Without the block of layer group 0 that ends there, no sequence can begin at a state.
+        So a free slot with the same key is forgotten, too.
+        """
         removed = []
         for block_id in block_ids:
             key = self._key_of[block_id]
@@ -158,22 +184,23 @@ class BlockPool:
                 if self._layer_group_of[block_id] == 0:
                     removed.append(key)
                 if self._ref_counts[block_id] == 0:  # no longer cached, so evicted first
-                    self._free.remove(block_id)
-                    self._free.push(block_id, first=True)
+                    self._move_to_front(block_id)
         if removed:
             self.events.record_removed(removed)
+            if self.num_slots:
+                self._forget_free_slots(removed)
 
     def forget_all(self) -> int:
-        """Empties the index; returns how many blocks were in it.
+        """Empties the index; returns how many blocks, without slots, were in it.
 
         The free ones are allocated next, as after `forget`, and so before blocks that were
         never used: the system has yet to back those with memory.
         """
         num_cached = self.num_cached
-        for block_id in [block_id for block_id in self._free if self.is_cached(block_id)]:
-            self._free.remove(block_id)
-            self._free.push(block_id, first=True)
-        self._key_of = [None] * self.num_blocks
+        for free in (self._free, self._free_slots):
+            for block_id in [block_id for block_id in free if self.is_cached(block_id)]:
+                self._move_to_front(block_id)
+        self._key_of = [None] * len(self._key_of)
         for block_of in self._block_of:
             block_of.clear()
         self.events.record_cleared()
@@ -189,16 +216,38 @@ class BlockPool:
         Raises:
             AssertionError: the pool is corrupt, which is a bug.
         """
-        free = list(self._free)
-        if len(free) != len(set(free)) or len(free) != self.num_free:
+        self._check_free(self._free, range(self.num_blocks))
+        self._check_free(self._free_slots, range(self.num_blocks, self.num_blocks + self.num_slots))
+        self._check_index()
+
+    def _take(self, block_ids: list[int]) -> list[int]:
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        self.forget(block_ids)
+        return block_ids
+
+    def _list_of(self, block_id: int) -> "_FreeList":
+        return self._free if block_id < self.num_blocks else self._free_slots
+
+    def _move_to_front(self, block_id: int) -> None:
+        free = self._list_of(block_id)
+        free.remove(block_id)
+        free.push(block_id, first=True)
+
+    def _forget_free_slots(self, keys: Iterable[bytes]) -> None:
+        slots = [self._block_of[-1].get(key) for key in keys]
+        self.forget([slot for slot in slots if slot is not None and not self._ref_counts[slot]])
+
+    def _check_free(self, free_list: "_FreeList", ids: range) -> None:
+        free = list(free_list)
+        if len(free) != len(set(free)) or len(free) != len(free_list):
             raise AssertionError("the free list repeats a block")
-        held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
-        if held | set(free) != set(range(self.num_blocks)) or held & set(free):
+        held = {block_id for block_id in ids if self._ref_counts[block_id] > 0}
+        if held | set(free) != set(ids) or held & set(free):
             raise AssertionError("a block is neither held nor free, or both")
         is_cached = [self._key_of[block_id] is not None for block_id in free]
         if is_cached != sorted(is_cached):
             raise AssertionError("the free list has a cached block before one that is not cached")
-        self._check_index()
 
     def _check_index(self) -> None:
         indexed = {
@@ -213,18 +262,23 @@ class BlockPool:
         }
         if indexed != keyed or len(indexed) != sum(map(len, self._block_of)):
             raise AssertionError("the hash index and the blocks' keys differ")
+        state_group = len(self._block_of) - 1 if self.num_slots else None
+        if any(self.is_slot(b) != (group == state_group) for b, (group, _) in indexed.items()):
+            raise AssertionError("a slot is indexed as a block, or a block as a slot")
 
 
 class _FreeList:
     """A doubly linked list over block ids, in two arrays: O(1) removal anywhere."""
 
-    def __init__(self, num_blocks: int) -> None:
-        # The list is a ring closed by a sentinel at index num_blocks.
-        size = num_blocks + 1
-        self._next = [(index + 1) % size for index in range(size)]
-        self._previous = [(index - 1) % size for index in range(size)]
-        self._sentinel = num_blocks
-        self._length = num_blocks
+    def __init__(self, ids: range) -> None:
+        # The list is a ring closed by a sentinel at index ids.stop.
+        ring = [*ids, ids.stop]
+        self._next = [ids.stop] * (ids.stop + 1)
+        self._previous = [ids.stop] * (ids.stop + 1)
+        for before, after in zip(ring, ring[1:] + ring[:1], strict=True):
+            self._next[before], self._previous[after] = after, before
+        self._sentinel = ids.stop
+        self._length = len(ids)
 
     def __len__(self) -> int:
         return self._length

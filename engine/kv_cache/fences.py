@@ -107,9 +107,13 @@ class FencedPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks whose only references are fenced."""
-        counts = self.fence.counts
-        return sum(self.pool.num_references(block) == count for block, count in counts.items())
+        """Blocks, without slots, whose only references are fenced."""
+        return sum(not self.pool.is_slot(block) for block in self._only_fenced())
+
+    @property
+    def num_fenced_slots(self) -> int:
+        """Slots whose only references are fenced."""
+        return sum(self.pool.is_slot(block) for block in self._only_fenced())
 
     def num_owners(self, block: int) -> int:
         """Returns the number of the block's owners, not counting fenced references."""
@@ -169,6 +173,11 @@ class FencedPool:
                 raise AssertionError("a fenced block was freed")
         if not self.fence.counts.keys() >= set(self._copies.values()):
             raise AssertionError("a block to be copied is not fenced")
+
+    def _only_fenced(self) -> Iterator[int]:
+        for block, count in self.fence.counts.items():
+            if self.pool.num_references(block) == count:
+                yield block
 
     def _drop(self, block_ids: Sequence[int]) -> None:
         self.pool.release(block_ids)

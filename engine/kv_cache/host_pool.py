@@ -25,16 +25,18 @@ class SwappedTables:
 
 
 class HostPool:
-    """Moves block tables between a pool and `num_blocks` host blocks.
+    """Moves block tables between a pool and `num_blocks` host blocks and `num_slots` host slots.
 
-    Host blocks need no fence. Only steps access them; steps run in order (on a
-    GPU, in one stream) and swap in before they swap out.
+    Ids of host slots follow those of the host blocks. Host blocks need no fence. Only steps
+    access them; steps run in order (on a GPU, in one stream) and swap in before they swap out.
     """
 
-    def __init__(self, num_blocks: int, blocks: FencedPool) -> None:
+    def __init__(self, num_blocks: int, blocks: FencedPool, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self._blocks = blocks
         self._free = list(range(num_blocks))
+        self._free_slots = list(range(num_blocks, num_blocks + num_slots))
         self._swap_outs: dict[int, int] = {}  # block by host block, in the step being built
 
     @property
@@ -42,10 +44,23 @@ class HostPool:
         """Number of free host blocks."""
         return len(self._free)
 
+    def is_slot(self, host_block: int) -> bool:
+        """Whether an id is that of a host slot."""
+        return host_block >= self.num_blocks
+
+    def has_room(self, tables: Sequence[BlockTable]) -> bool:
+        """Whether all blocks and slots of the tables can be swapped out."""
+        distinct = {block for table in tables for block in table.held()}
+        num_slots = sum(map(self._blocks.pool.is_slot, distinct))
+        return num_slots <= len(self._free_slots) and len(distinct) - num_slots <= len(self._free)
+
     def swap_out(self, tables: Sequence[BlockTable], step: int) -> SwappedTables:
         """Implements `KvCacheManager.swap_out`, which documents the arguments."""
         distinct = dict.fromkeys(block for table in tables for block in table.held())
-        host_of = {block: self._free.pop() for block in distinct}
+        is_slot = self._blocks.pool.is_slot
+        host_of = {
+            block: (self._free_slots if is_slot(block) else self._free).pop() for block in distinct
+        }
         # A step swaps out before it copies, so the content of a copy's target is at its source.
         self._swap_outs |= {host: self._blocks.source_of(block) for block, host in host_of.items()}
         moved = tuple(table.copy(host_of) for table in tables)
@@ -57,7 +72,10 @@ class HostPool:
     def swap_in(self, swapped: SwappedTables, step: int) -> list[BlockTable]:
         """Implements `KvCacheManager.swap_in`, which documents the arguments."""
         pool, host_blocks = self._blocks.pool, swapped.host_blocks
-        block_ids = pool.allocate(len(host_blocks))
+        num_slots = sum(map(self.is_slot, host_blocks))
+        new_blocks = iter(pool.allocate(len(host_blocks) - num_slots))
+        new_slots = iter(pool.allocate_slots(num_slots))
+        block_ids = [next(new_slots if self.is_slot(host) else new_blocks) for host in host_blocks]
         self._blocks.swap_ins.update(zip(block_ids, host_blocks, strict=True))
         block_of = dict(zip(host_blocks, block_ids, strict=True))
         tables = [table.copy(block_of) for table in swapped.tables]
@@ -76,7 +94,8 @@ class HostPool:
 
     def drop(self, swapped: SwappedTables) -> None:
         """Frees the host blocks of swapped tables."""
-        self._free += swapped.host_blocks
+        for host_block in swapped.host_blocks:
+            (self._free_slots if self.is_slot(host_block) else self._free).append(host_block)
 
     def check(self) -> None:
         """Verifies that no host block is free twice.
@@ -84,5 +103,6 @@ class HostPool:
         Raises:
             AssertionError: one is, which is a bug.
         """
-        if len(self._free) != len(set(self._free)):
+        free = self._free + self._free_slots
+        if len(free) != len(set(free)):
             raise AssertionError("a host block is free twice")

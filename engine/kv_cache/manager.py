@@ -4,7 +4,8 @@ It alone changes block tables. `fork` shares blocks, `append` makes the slots of
 the next tokens writable, copying shared blocks first (copy-on-write), and `free`
 releases the references. After PagedAttention (Kwon et al. 2023). When a step is
 committed, `register` offers the blocks that it filled to the prefix cache, and
-then `release_behind` releases the blocks that no window sees any longer.
+then `release_behind` releases the blocks that no window sees any longer. The slots of
+recurrent layers' states are in the care of `StateSlots`, the blocks in that of `TokenBlocks`.
 
 Released blocks that a step in flight may still read or write are *fenced*: they
 stay referenced until that step reports. The engine therefore calls
@@ -12,25 +13,18 @@ stay referenced until that step reports. The engine therefore calls
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from engine.kv_cache.block_pool import Allocation, BlockPool
-from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache.block_table import BlockTable, TableChange
 from engine.kv_cache.fences import FencedPool
 from engine.kv_cache.host_pool import HostPool, SwappedTables
-from engine.kv_cache.prefix_cache import PrefixCache, PrefixMatch, runs_of
+from engine.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_cache.state_slots import StateSlots
+from engine.kv_cache.token_blocks import TokenBlocks
 
 __all__ = ["KvCacheManager", "PrefixMatch", "SwappedTables"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Admission:
-    """A layer group's blocks at admission: from index `first_live` on `matched`, then new ones."""
-
-    first_live: int
-    matched: tuple[int, ...]
-    num_new: int
 
 
 class KvCacheManager:
@@ -41,11 +35,14 @@ class KvCacheManager:
         spec: layer groups and their windows.
         enable_prefix_caching: whether full blocks are indexed and matched.
         num_host_blocks: blocks in the host pool.
+        num_slots: slots in the pool, at least one if the model has recurrent layers.
+        num_host_slots: slots in the host pool.
 
     Attributes:
         pool: the blocks. Transfer jobs hold their own references to the blocks that
             they read or write.
         spec: layer groups and their windows.
+        states: the slots of states; None for a model without recurrent layers.
         events: the log of blocks entering and leaving the prefix cache.
         num_queries: total number of tokens admitted while prefix caching is enabled.
         num_hits: number of those tokens found in the prefix cache.
@@ -58,8 +55,10 @@ class KvCacheManager:
         *,
         enable_prefix_caching: bool,
         num_host_blocks: int = 0,
+        num_slots: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, spec.num_layer_groups)
+        self.pool = BlockPool(num_blocks, spec.num_layer_groups, num_slots)
         self.spec = spec
         self.events = self.pool.events
         self.num_queries = 0
@@ -70,17 +69,19 @@ class KvCacheManager:
         # little before a request must be preempted.
         self._watermark = max(1, num_blocks // 100)
         self._blocks = FencedPool(self.pool)
-        self._host = HostPool(num_host_blocks, self._blocks)
+        self._host = HostPool(num_host_blocks, self._blocks, num_host_slots)
+        self._tokens = TokenBlocks(spec, self._blocks)
+        self.states = None if spec.states is None else StateSlots(spec, self._blocks)
         self._prefixes = PrefixCache(self.pool, spec, self._blocks.fence)
 
     @property
     def num_fenced(self) -> int:
-        """Blocks whose only references are fenced."""
+        """Blocks, without slots, whose only references are fenced."""
         return self._blocks.num_fenced
 
     @property
     def num_host_used(self) -> int:
-        """Host blocks in use."""
+        """Host blocks in use, without slots."""
         return self._host.num_blocks - self._host.num_free
 
     @property
@@ -176,29 +177,33 @@ class KvCacheManager:
         """
         if self.spec.blocks_for(num_tokens) > self.pool.num_blocks:
             return Allocation.NEVER
-        plans = self._plan_admission(num_tokens, match, num_loaded)
-        num_new = sum(plan.num_new for plan in plans)
-        num_revived = sum(len(p.matched) - self.pool.num_held(p.matched) for p in plans)
+        if self.states is not None and not self.states.can_admit(match.blocks[-1], alone=alone):
+            return Allocation.LATER
+        num_new, num_revived = self._tokens.count_admission(num_tokens, match, num_loaded)
         return self.pool.can_allocate(num_new, num_revived + (0 if alone else self._watermark))
 
     def admit(self, num_tokens: int, match: PrefixMatch, *, num_loaded: int = 0) -> BlockTable:
         """Allocates a sequence's blocks; the arguments are those of `can_admit`.
 
         A layer group without a window gets all its blocks; one with a window gets as many
-        as it ever holds at once. The caller has checked `can_admit`.
+        as it ever holds at once. A model with states gets its current slot, or that which
+        was matched. The caller has checked `can_admit`.
         """
         if self._enable_prefix_caching:
             self.num_queries += num_tokens
             self.num_hits += match.num_blocks * self.spec.block_size
-        plans = self._plan_admission(num_tokens, match, num_loaded)
-        for plan in plans:
-            self.pool.acquire(plan.matched)
-        blocks = [
-            [*[NO_BLOCK] * plan.first_live, *plan.matched, *self.pool.allocate(plan.num_new)]
-            for plan in plans
-        ]
+        blocks, first_live = self._tokens.admit(num_tokens, match, num_loaded)
+        if self.states is not None:
+            slots, first = self.states.admit(match)
+            blocks.append(slots)
+            first_live.append(first)
         return BlockTable(
-            blocks, [plan.first_live for plan in plans], match.num_blocks, epoch=self._epoch
+            blocks,
+            first_live,
+            match.num_blocks,
+            epoch=self._epoch,
+            num_known=num_tokens,
+            num_applied=match.num_blocks * self.spec.block_size,
         )
 
     # Growth.
@@ -212,39 +217,70 @@ class KvCacheManager:
         return table.copy()
 
     def num_missing(self, table: BlockTable, start: int, end: int) -> int:
-        """Returns the number of blocks that `append` takes from the free list."""
-        size, missing = self.spec.block_size, 0
-        stop = -(-end // size)
-        for blocks in table.blocks:
-            missing += max(0, stop - len(blocks))
-            for block in blocks[start // size : stop]:
-                missing += not self._blocks.is_writable(block)
-        return missing
+        """Returns the number of blocks, without slots, that `append` takes from the free list."""
+        return self._tokens.num_missing(table, start, end)
 
-    def can_append(self, table: BlockTable, start: int, end: int) -> bool:
-        """Whether there are enough free blocks for `append`."""
-        return self.num_missing(table, start, end) <= self.pool.num_free
+    def can_append(
+        self, table: BlockTable, start: int, end: int, *, are_drafts: bool = False
+    ) -> bool:
+        """Whether there are enough free blocks and slots for `append`."""
+        has_slots = self._num_missing_slots(table, are_drafts) <= self.pool.num_free_slots
+        return has_slots and self.num_missing(table, start, end) <= self.pool.num_free
 
-    def append(self, table: BlockTable, start: int, end: int) -> list[TableChange]:
+    def will_append(self, table: BlockTable, start: int, end: int, *, num_freed: int = 0) -> bool:
+        """Whether there are enough once the steps in flight have reported.
+
+        Args:
+            table: a sequence's table.
+            start: first position to make writable.
+            end: the position after the last one.
+            num_freed: blocks that are freed until then besides.
+        """
+        num_coming_slots = self.pool.num_free_slots + self._blocks.num_fenced_slots
+        if self._num_missing_slots(table, are_drafts=False) > num_coming_slots:
+            return False
+        num_coming = self.pool.num_free + self.num_fenced + num_freed
+        return self.num_missing(table, start, end) <= num_coming
+
+    def append(
+        self, table: BlockTable, start: int, end: int, *, are_drafts: bool = False
+    ) -> list[TableChange]:
         """Makes the slots of positions `start` to `end - 1` writable.
 
         A block of the span that is shared or cached is replaced by a new one, and its
         content copied if it also holds positions before `start`. Missing blocks are
         allocated. The caller has checked `can_append`.
 
+        Args:
+            table: the sequence's table.
+            start: first position to make writable.
+            end: the position after the last one.
+            are_drafts: whether the positions are those of draft tokens, which are not applied
+                to states.
+
         Returns:
             The table's changes; adjacent ones are merged.
         """
-        changes = []
-        for layer_group, blocks in enumerate(table.blocks):
-            changed = self._replace_shared(blocks, start, end)
-            changed += self._extend(blocks, end)
-            if changed:  # rarely: most tokens go to the same block as the one before
-                changes += [
-                    TableChange(layer_group, run.start, tuple(blocks[run.start : run.stop]))
-                    for run in runs_of(changed)
-                ]
+        changes = self._tokens.extend(table, start, end)
+        if self.states is not None and not are_drafts:
+            changes += self.states.extend(table, start, end)
         return changes
+
+    def whole(self, table: BlockTable) -> list[TableChange]:
+        """Returns all that a runner must know of a table, as changes of an empty one."""
+        changes = [
+            TableChange(layer_group, first, tuple(blocks[first:]))
+            for layer_group, (blocks, first) in enumerate(
+                zip(table.blocks, table.first_live, strict=True)
+            )
+        ]
+        if self.states is not None:
+            slots = changes.pop()
+            numbers = self.states.numbers(slots.block_ids)
+            changes.append(replace(slots, block_ids=numbers))
+        return changes
+
+    # Release.
 
     def release_behind(self, table: BlockTable, num_computed: int) -> None:
         """Releases blocks that the token at position `num_computed` and later ones do not see.
@@ -254,16 +290,15 @@ class KvCacheManager:
             num_computed: position of the first token whose KV no committed step has computed.
                 Steps in flight do not count, because they may read further back.
         """
-        for layer_group, blocks in enumerate(table.blocks):
-            old, new = (
-                table.first_live[layer_group],
-                self.spec.first_live(layer_group, num_computed),
-            )
+        for layer_group, old in enumerate(table.first_live):
+            new = self.spec.first_live(layer_group, num_computed)
             if new > old:
-                behind = blocks[old:new]
-                blocks[old:new] = [NO_BLOCK] * (new - old)
                 table.first_live[layer_group] = new
-                self._blocks.release(behind)
+                if layer_group == self.spec.state_group:
+                    assert self.states is not None
+                    self.states.release(table, range(old, new))
+                else:
+                    self._tokens.release(table, layer_group, range(old, new))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Returns (source, target) blocks that the step being built copies, since the last call.
@@ -294,8 +329,8 @@ class KvCacheManager:
     # Swapping.
 
     def can_swap_out(self, tables: Sequence[BlockTable]) -> bool:
-        """Whether the host pool has room for all blocks of the tables."""
-        return len({block for table in tables for block in table.held()}) <= self._host.num_free
+        """Whether the host pool has room for all blocks and slots of the tables."""
+        return self._host.has_room(tables)
 
     def swap_out(self, tables: Sequence[BlockTable], step: int) -> SwappedTables:
         """Moves tables to the host and empties them. Blocks that they share stay shared.
@@ -316,8 +351,13 @@ class KvCacheManager:
             num_extra: number of further blocks that the sequences need to continue.
             alone: whether nothing else runs, so that no headroom is needed.
         """
-        num_blocks = len(swapped.host_blocks) + num_extra
+        num_slots = sum(map(self._host.is_slot, swapped.host_blocks))
+        num_blocks = len(swapped.host_blocks) - num_slots + num_extra
         answer = self.pool.can_allocate(num_blocks, 0 if alone else self._watermark)
+        # Sequences that share a slot copy it before they go on.
+        num_slots = num_slots if alone else max(num_slots, len(swapped.tables))
+        if answer is Allocation.OK and num_slots > self.pool.num_free_slots:
+            return Allocation.LATER
         if answer is Allocation.OK and swapped.step > self.newest_step:
             return Allocation.LATER
         return answer
@@ -354,38 +394,6 @@ class KvCacheManager:
         self._blocks.check()
         self._host.check()
 
-    # Per layer group.
 
-    def _plan_admission(
-        self, num_tokens: int, match: PrefixMatch, num_loaded: int
-    ) -> list[_Admission]:
-        size = self.spec.block_size
-        start = max(num_loaded, match.num_blocks * size)
-        num_blocks = -(-num_tokens // size)
-        plans = []
-        for layer_group, matched in enumerate(match.blocks):
-            first = self.spec.first_live(layer_group, start)
-            stop = min(num_blocks, first + self.spec.max_live(layer_group, num_tokens))
-            live = matched[first - match.first_live[layer_group] :]
-            plans.append(_Admission(first, live, stop - first - len(live)))
-        return plans
-
-    def _replace_shared(self, blocks: list[int], start: int, end: int) -> list[int]:
-        """Replaces the blocks of a span that are not writable; returns their indices."""
-        size = self.spec.block_size
-        span = range(start // size, min(len(blocks), -(-end // size)))
-        shared = [index for index in span if not self._blocks.is_writable(blocks[index])]
-        for index in shared:
-            (target,) = self.pool.allocate(1)
-            if index * size < start:
-                self._blocks.copy(blocks[index], target)
-            self._blocks.release([blocks[index]])
-            blocks[index] = target
-        return shared
-
-    def _extend(self, blocks: list[int], end: int) -> range:
-        """Allocates the missing blocks up to position `end`; returns their indices."""
-        new = range(len(blocks), -(-end // self.spec.block_size))
-        if new:
-            blocks += self.pool.allocate(len(new))
-        return new
+    def _num_missing_slots(self, table: BlockTable, are_drafts: bool) -> int:
+        return 0 if self.states is None or are_drafts else self.states.num_missing(table)

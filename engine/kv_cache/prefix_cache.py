@@ -19,7 +19,8 @@ class PrefixMatch:
     Attributes:
         num_blocks: length of the prefix, in blocks.
         blocks: per layer group, ids of the blocks from `first_live` up to
-            `num_blocks`; earlier ones lie behind the layer group's window.
+            `num_blocks`; earlier ones lie behind the layer group's window. Of the
+            states, only the last one.
         first_live: per layer group, index of the first block in `blocks`.
     """
 
@@ -46,12 +47,12 @@ class PrefixCache:
         """Returns the longest prefix, of at most `limit` blocks, that all layer groups have.
 
         A layer group without a window needs every block of it; a layer group with a
-        window needs those that the first token after the prefix sees. O(limit) per
-        layer group.
+        window needs those that the first token after the prefix sees, and the layer
+        group of states the last one. O(limit) per layer group.
         """
         length = limit
         found: dict[int, list[int]] = {}  # by layer group without a window
-        windowed = []
+        windowed = [] if self._spec.state_group is None else [self._spec.state_group]
         for layer_group, window in enumerate(self._spec.windows):
             if window is None:
                 found[layer_group] = self._pool.match(islice(keys, length), layer_group)
@@ -61,7 +62,7 @@ class PrefixCache:
         if windowed:
             length = self._windowed_length(keys, length, windowed)
         first_live = tuple(
-            self._spec.first_live(layer_group, length * self._spec.block_size)
+            self._spec.first_needed(layer_group, length)
             for layer_group in range(self._spec.num_layer_groups)
         )
         blocks = tuple(
@@ -119,7 +120,7 @@ class PrefixCache:
         while pending:
             layer_group = pending[-1]
             index = min(cached_from[layer_group], length)
-            first = self._spec.first_live(layer_group, length * self._spec.block_size)
+            first = self._spec.first_needed(layer_group, length)
             while index > first and self._pool.lookup(keys[index - 1], layer_group) is not None:
                 index -= 1
             cached_from[layer_group] = index
@@ -130,10 +131,20 @@ class PrefixCache:
         return length
 
     def _register_at(self, table: BlockTable, key: bytes, index: int) -> bool:
-        """Registers the table's blocks at `index`; returns whether layer group 0's is new."""
+        """Registers the table's blocks at `index`; returns whether layer group 0's is new.
+
+        The current slot is registered only if the state there is to be kept. It will move on
+        otherwise.
+        """
         is_new = False
         for layer_group, blocks in enumerate(table.blocks):
-            if blocks[index] != NO_BLOCK and self._pool.register(blocks[index], key, layer_group):
+            if blocks[index] == NO_BLOCK or (
+                layer_group == self._spec.state_group
+                and index == len(blocks) - 1
+                and not self._spec.keeps_state(index, table.num_known)
+            ):
+                continue
+            if self._pool.register(blocks[index], key, layer_group):
                 is_new |= layer_group == 0
         return is_new
 

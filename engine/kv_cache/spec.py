@@ -9,15 +9,21 @@ serve any layer group. After vLLM's hybrid KV cache manager and Jenga (Zhang et
 al. 2025).
 
 A model whose layers all have the same window has one layer group.
+
+Recurrent layers have no K and V of each token, but one *state*, which sums up all
+tokens before. They form one further layer group, the last one. Its block tables name
+*slots*: memory for the states of all recurrent layers at one position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 
-__all__ = ["KvCacheSpec", "LayerGroups", "group_layers", "spec_of"]
+__all__ = ["KvCacheSpec", "LayerGroups", "StateSpacing", "group_layers", "spec_of"]
+
+_MIN_CACHED_INTERVAL = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +31,18 @@ class LayerGroups:
     """How a model's layers share blocks.
 
     Attributes:
-        windows: per layer group, the number of tokens a query sees, itself
-            included; None for all.
-        slots: per layer, (layer group, index within the layer group's blocks).
+        windows: per layer group of attention layers, the number of tokens a query sees,
+            itself included; None for all.
+        slots: per layer, (layer group, index within the layer group's blocks). For recurrent
+            layers, the layer group is `len(windows)`, and the index counts them.
         layers_per_block: number of layers in one block.
+        num_recurrent: number of recurrent layers.
     """
 
     windows: tuple[int | None, ...]
     slots: tuple[tuple[int, int], ...]
     layers_per_block: int
+    num_recurrent: int = 0
 
     def slots_of(self, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
         """Returns the slots of a pipeline stage's layers, in blocks of the stage's layers alone.
@@ -45,35 +54,41 @@ class LayerGroups:
         Raises:
             ConfigurationError: the stages do not have the same part of each layer group.
         """
-        num_layers, per_block = len(self.slots) // num_stages, self.layers_per_block // num_stages
-        first = stage * per_block
+        num_layers = len(self.slots) // num_stages
+        sizes = [self.layers_per_block] * len(self.windows) + [self.num_recurrent]
         own = [
-            (layer_group, index - first)
+            (layer_group, index - stage * (sizes[layer_group] // num_stages))
             for layer_group, index in self.slots[stage * num_layers : (stage + 1) * num_layers]
         ]
-        if per_block * num_stages != self.layers_per_block or any(
-            not 0 <= index < per_block for _, index in own
+        if any(size % num_stages for size in sizes) or any(
+            not 0 <= index < sizes[layer_group] // num_stages for layer_group, index in own
         ):
+            recurrent = f" and {self.num_recurrent} recurrent layers" if self.num_recurrent else ""
             raise ConfigurationError(
                 f"--pipeline-parallel-size is {num_stages}; its stages need equally many layers of "
                 f"each sliding window of the model, which has {len(self.windows)} groups of "
-                f"{self.layers_per_block} layers"
+                f"{self.layers_per_block} layers{recurrent}"
             )
         return tuple(own)
 
 
-def group_layers(windows: Sequence[int | None]) -> LayerGroups:
-    """Groups layers by window.
+def group_layers(
+    windows: Sequence[int | None], recurrent_layers: Collection[int] = ()
+) -> LayerGroups:
+    """Groups layers by window, and recurrent layers in the last layer group.
 
     The size of a layer group is the smallest number of layers with the same window.
     Layers that do not fill their last layer group leave the rest of its blocks unused.
 
     Args:
-        windows: per layer, the number of tokens a query sees; None for all.
+        windows: per layer, the number of tokens a query sees; None for all. Those of
+            recurrent layers have no meaning.
+        recurrent_layers: numbers of the recurrent layers, at least one less than all.
     """
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        layers_of.setdefault(window, []).append(layer)
+        if layer not in recurrent_layers:
+            layers_of.setdefault(window, []).append(layer)
     size = min(len(layers) for layers in layers_of.values())
     slots: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
@@ -81,11 +96,34 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         for index, layer in enumerate(layers):
             slots[layer] = (len(group_windows) + index // size, index % size)
         group_windows += [window] * -(-len(layers) // size)
+    for index, layer in enumerate(sorted(recurrent_layers)):
+        slots[layer] = (len(group_windows), index)
     return LayerGroups(
         windows=tuple(group_windows),
         slots=tuple(slots[layer] for layer in range(len(windows))),
         layers_per_block=size,
+        num_recurrent=len(recurrent_layers),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpacing:
+    """Positions at which the states of a sequence are kept.
+
+    Attributes:
+        interval: a running sequence keeps its state at the last multiple of this many tokens,
+            to which it can go back. A multiple of the block size.
+        cached_interval: states at multiples of it stay in the prefix cache when their sequence
+            needs them no longer. A multiple of `interval`.
+    """
+
+    interval: int
+    cached_interval: int
+
+    @classmethod
+    def of(cls, interval: int) -> "StateSpacing":
+        """Returns the spacing with the default `cached_interval`: at least 512 tokens."""
+        return cls(interval, interval * -(-_MIN_CACHED_INTERVAL // interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +135,63 @@ class KvCacheSpec:
         windows: `LayerGroups.windows`.
         max_chunk: maximum number of tokens of one sequence in steps that are not
             committed yet, including the step being built.
+        states: where states are kept; None for a model without recurrent layers.
     """
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
     max_chunk: int = 1
+    states: StateSpacing | None = None
 
     @property
     def num_layer_groups(self) -> int:
         """Number of layer groups, which is the number of block tables per sequence."""
-        return len(self.windows)
+        return len(self.windows) + (self.states is not None)
+
+    @property
+    def state_group(self) -> int | None:
+        """Number of the layer group whose block tables name slots; None without one."""
+        return None if self.states is None else len(self.windows)
 
     def first_live(self, layer_group: int, position: int) -> int:
-        """Returns the index of the first block that queries at `position` or later read."""
+        """Returns the index of the first block that a sequence holds whose tokens before
+        `position` are computed: the first that queries at `position` or later read.
+
+        Of its states, it holds that at the last multiple of the interval, and later ones.
+        """
+        if self.states is not None and layer_group == len(self.windows):
+            return max(0, position - self.states.interval) // self.block_size
         window = self.windows[layer_group]
         return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def first_needed(self, layer_group: int, num_blocks: int) -> int:
+        """Returns the index of the first block without which a prefix of `num_blocks` blocks
+        cannot be continued: of the states, only the last one is needed.
+        """
+        if layer_group == self.state_group:
+            return max(0, num_blocks - 1)
+        return self.first_live(layer_group, num_blocks * self.block_size)
+
+    def keeps_state(self, index: int, num_known: int) -> bool:
+        """Whether a sequence keeps the state at the end of block `index`, to go back to.
+
+        Args:
+            index: of the block.
+            num_known: number of tokens that the sequence had at admission. It also keeps the
+                state at the end of the last full block of these, with which requests of the
+                same beginning go on.
+        """
+        assert self.states is not None, "the model has recurrent layers"
+        end = (index + 1) * self.block_size
+        return end % self.states.interval == 0 or index == num_known // self.block_size - 1
+
+    def caches_state(self, index: int, num_known: int) -> bool:
+        """Whether the state at the end of block `index` stays in the prefix cache once its
+        sequence needs it no longer. The arguments are those of `keeps_state`.
+        """
+        assert self.states is not None, "the model has recurrent layers"
+        end = (index + 1) * self.block_size
+        return end % self.states.cached_interval == 0 or index == num_known // self.block_size - 1
 
     def max_live(self, layer_group: int, num_tokens: int) -> int:
         """Returns the maximum number of blocks that one sequence needs at once in a layer group,
@@ -126,9 +206,12 @@ class KvCacheSpec:
         return min(num_blocks, (span + self.block_size - 2) // self.block_size + 1)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Returns the maximum number of blocks that a sequence of `num_tokens` needs at once."""
+        """Returns the maximum number of blocks that a sequence of `num_tokens` needs at once.
+
+        Slots are not counted: a sequence needs one, and keeps more if others are free.
+        """
         return sum(
-            self.max_live(layer_group, num_tokens) for layer_group in range(self.num_layer_groups)
+            self.max_live(layer_group, num_tokens) for layer_group in range(len(self.windows))
         )
 
     def blocks_for_branches(self, num_shared: int, num_tokens: int, num_branches: int) -> int:
@@ -139,7 +222,7 @@ class KvCacheSpec:
             return self.blocks_for(num_tokens)
         return sum(
             self._branch_blocks(layer_group, num_shared, num_tokens, num_branches)
-            for layer_group in range(self.num_layer_groups)
+            for layer_group in range(len(self.windows))
         )
 
     def max_tokens(self, num_blocks: int, limit: int) -> int:

@@ -1,0 +1,226 @@
+"""`StateSlots`: the slots that hold a sequence's states. Pure.
+
+The state of a recurrent layer sums up all tokens before a position, and a token that was
+applied to it cannot be taken back. So a sequence keeps the states at some ends of blocks:
+others may begin there, and the sequence itself may go back there.
+
+Kernels need no more than the block table. For the tokens `start` to `end - 1` of a step, they
+read the state in the slot of the token before `start`. They store the state after the last
+token of each block to the slot of that block, if the table has one there, and the state after
+token `end - 1` to the current slot. So an end inside of a step is kept without a cut.
+
+A slot that others own, or that is in the prefix cache, is never written to: the sequence copies
+it first, or goes on in a new one.
+"""
+
+from collections.abc import Sequence
+
+from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache.fences import FencedPool
+from engine.kv_cache.prefix_cache import PrefixMatch
+from engine.kv_cache.spec import KvCacheSpec
+
+__all__ = ["StateSlots"]
+
+
+class StateSlots:
+    """Extends, trims and rewinds the slots of block tables, over one pool.
+
+    Args:
+        spec: says at which ends states are kept. It has a layer group of states.
+        blocks: the pool.
+
+    Attributes:
+        num_reserved: slots that stay free when a sequence keeps one more: as many as sequences
+            may run at once. So each of them can get a current slot of its own.
+    """
+
+    def __init__(self, spec: KvCacheSpec, blocks: FencedPool) -> None:
+        assert spec.states is not None, "the model has recurrent layers"
+        assert spec.state_group is not None
+        self.num_reserved = 0
+        self._spec = spec
+        self._interval = spec.states.interval // spec.block_size  # in blocks
+        self._layer_group: int = spec.state_group
+        self._blocks = blocks
+        self._pool = blocks.pool
+
+    def can_admit(self, matched: Sequence[int], *, alone: bool) -> bool:
+        """Whether a new sequence gets a current slot.
+
+        A free slot that it has matched is enough if nothing else runs: if it gets no other one, it
+        goes on in that.
+        """
+        num_revived = len(matched) - self._pool.num_held(matched)
+        is_enough = alone and num_revived == 1
+        return num_revived + (not is_enough) <= self._pool.num_free_slots
+
+    def admit(self, match: PrefixMatch) -> tuple[list[int], int]:
+        """Returns the table of a new sequence, and the index of its first entry.
+
+        That is the slot of the matched prefix; without one, a new slot.
+        """
+        num_blocks, matched = match.num_blocks, match.blocks[self._layer_group]
+        if matched:
+            self._pool.acquire(matched)
+            return [*[NO_BLOCK] * (num_blocks - 1), *matched], num_blocks - 1
+        return self._pool.allocate_slots(1), 0
+
+    def num_missing(self, table: BlockTable) -> int:
+        """Returns the number of slots, 0 or 1, without which the table cannot be extended."""
+        return int(self._blocks.num_owners(table.blocks[self._layer_group][-1]) > 1)
+
+    def extend(self, table: BlockTable, start: int, end: int) -> list[TableChange]:
+        """Makes the slots writable for a step that applies the tokens `start` to `end - 1`.
+
+        The current slot moves on to the block of the last token. If the state at its place is
+        kept, it stays there, and a new slot becomes the current one.
+
+        Raises:
+            AssertionError: the state is not that of the token before `start`. Going on would
+                apply a token twice, or leave one out.
+        """
+        if start != table.num_applied:
+            raise AssertionError(
+                f"the state has {table.num_applied} tokens; a step wants to apply that at {start}"
+            )
+        table.num_applied = end
+        blocks, size = table.blocks[self._layer_group], self._spec.block_size
+        index, last = len(blocks) - 1, (end - 1) // size
+        slot, is_full = blocks[index], len(blocks) * size <= start
+        is_shared = self._blocks.num_owners(slot) > 1
+        kept = self._kept(table, range(index, last), is_full, int(is_shared))
+        stays = index in kept
+        entries: list[int] = []
+        if is_shared and not (stays and is_full):
+            slot = self._replace(slot, copies=index * size < start)
+            blocks[index] = slot
+            entries.append(slot)
+        elif not stays and self._pool.is_cached(slot):
+            self._pool.forget([slot])
+        if last > index:
+            blocks += [
+                self._pool.allocate_slots(1)[0] if i in kept else NO_BLOCK
+                for i in range(index + 1, last)
+            ]
+            if not stays:
+                # The runner's table still has it at `index`: it is what the step reads.
+                blocks[index] = NO_BLOCK
+            blocks.append(self._pool.allocate_slots(1)[0] if stays else slot)
+            entries += blocks[index + 1 :]
+        if not entries:
+            return []
+        first = len(blocks) - len(entries)
+        return [TableChange(self._layer_group, first, self.numbers(entries))]
+
+    def release(self, table: BlockTable, indices: range) -> None:
+        """Releases the entries at the indices. Those that are of use to other sequences stay in the
+        prefix cache.
+        """
+        blocks = table.blocks[self._layer_group]
+        for index in indices:
+            slot = blocks[index]
+            if slot == NO_BLOCK:
+                continue
+            is_useful = self._spec.caches_state(index, table.num_known)
+            if not is_useful and self._blocks.num_owners(slot) == 1:
+                self._pool.forget([slot])
+            blocks[index] = NO_BLOCK
+            self._blocks.release([slot])
+
+    def kept_end(self, table: BlockTable, position: int) -> int:
+        """Returns the last position, up to `position`, to which the table can go back: the end of
+        a block with a state, whose windows are still held. 0 if it must begin again.
+
+        Args:
+            table: the sequence's table.
+            position: up to which steps that are committed have computed the sequence.
+        """
+        size, blocks = self._spec.block_size, table.blocks[self._layer_group]
+        for index in range(min(position // size, len(blocks)) - 1, -1, -1):
+            if blocks[index] != NO_BLOCK:
+                end = (index + 1) * size
+                is_held = all(
+                    table.first_live[group] <= self._spec.first_live(group, end)
+                    for group in range(len(self._spec.windows))
+                )
+                return end if is_held else 0
+        return 0
+
+    def rewind(self, table: BlockTable, end: int) -> None:
+        """Takes a table back to `end`, so that its tokens from there on are computed again.
+
+        The state there becomes the current one. All others, and the blocks of all tokens from
+        `end` on, are released.
+
+        Args:
+            table: the sequence's table, whose full blocks were offered to the prefix cache.
+            end: result of `kept_end`, above 0.
+        """
+        num_blocks = end // self._spec.block_size
+        for layer_group, blocks in enumerate(table.blocks):
+            if layer_group == self._layer_group:
+                self.release(table, range(num_blocks - 1))
+                self.release(table, range(num_blocks, len(blocks)))
+                table.first_live[layer_group] = num_blocks - 1
+            else:
+                self._blocks.release(blocks[num_blocks:])
+            del blocks[num_blocks:]
+        table.num_registered = min(table.num_registered, num_blocks)
+        table.num_applied = end
+
+    def note_decoded(self, table: BlockTable, position: int) -> None:
+        """Notes that steps were started for all tokens before `position` since the last `extend`,
+        which made room for them.
+        """
+        assert position >= table.num_applied, "tokens would be applied to a state again"
+        table.num_applied = position
+
+    def numbers(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Returns the numbers of slots, from 0 on; those of holes are `NO_BLOCK`."""
+        first = self._pool.num_blocks
+        return tuple([NO_BLOCK if slot == NO_BLOCK else slot - first for slot in slots])
+
+    def _kept(
+        self, table: BlockTable, indices: range, is_full: bool, num_needed: int
+    ) -> frozenset[int]:
+        """Returns at which ends of blocks a step leaves a state, as far as slots are free.
+
+        Each takes one slot. These are the newest end to which the sequence can go back, which is
+        also the one before the step until that is committed, and the ends that are of use to
+        other sequences.
+
+        Args:
+            table: the sequence's table.
+            indices: of the blocks from that of the current slot on, up to that in which the
+                step ends.
+            is_full: whether the current slot already has the state at the end of its block.
+            num_needed: slots that the step needs in any case.
+        """
+        num_free = self._pool.num_free_slots - self.num_reserved - num_needed
+        if not indices or num_free <= 0:
+            return frozenset()
+        newest = indices.stop // self._interval * self._interval - 1
+        kept: list[int] = []
+        for index in reversed(indices):
+            if len(kept) == num_free:
+                break
+            if (
+                index == newest
+                or self._spec.caches_state(index, table.num_known)
+                or (is_full and index == indices.start and self._is_worth_keeping(table, index))
+            ):
+                kept.append(index)
+        return frozenset(kept)
+
+    def _is_worth_keeping(self, table: BlockTable, index: int) -> bool:
+        is_cached = self._pool.is_cached(table.blocks[self._layer_group][index])
+        return is_cached or self._spec.keeps_state(index, table.num_known)
+
+    def _replace(self, slot: int, *, copies: bool) -> int:
+        """Returns a new slot in place of one that others own, with its content."""
+        (target,) = self._pool.allocate_slots(1)
+        if copies:
+            self._blocks.copy(slot, target)
+        self._blocks.release([slot])
+        return target
