@@ -6,7 +6,7 @@ does not support its value.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self
@@ -19,6 +19,7 @@ from engine.models.config_fields import (
     ConfigFields,
     unsupported,
 )
+from engine.models.expert_config import ExpertsConfig
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
 from kernels.layer_kinds import NormKind
 
@@ -68,6 +69,15 @@ class ModelConfig(ABC):
     def mlp_size(self) -> int:
         """Width of the layers' MLP between its projections."""
 
+    def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Returns the size of what a layer keeps beside its hidden states, Q, K, V and its MLP.
+
+        Args:
+            num_tokens: number of tokens of the step.
+            itemsize: bytes of an element.
+        """
+        return 0
+
     @property
     def kv_variant(self) -> str:
         """Text that tells apart KV that models of one checkpoint compute in different ways."""
@@ -75,6 +85,10 @@ class ModelConfig(ABC):
 
     def limited_to(self, max_model_len: int) -> Self:
         """Returns the config of the model if it serves sequences of at most that many tokens."""
+        return self
+
+    def stored_as(self, names: Collection[str]) -> Self:
+        """Returns the config of the model if the checkpoint has tensors of these names."""
         return self
 
 
@@ -106,6 +120,7 @@ class DecoderConfig(ModelConfig):
         qk_norm: what the norms of Q and K span.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
         joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
+        experts: the mixtures of experts; None if all layers have an MLP.
     """
 
     intermediate_size: int
@@ -121,11 +136,19 @@ class DecoderConfig(ModelConfig):
     qk_norm: QkNorm = QkNorm.NONE
     attention_scale: float | None = None
     joined: frozenset[str] = frozenset()
+    experts: ExpertsConfig | None = None
 
     @property
     @override
     def mlp_size(self) -> int:
-        return self.intermediate_size
+        shared_width = 0 if self.experts is None else self.experts.shared_width
+        return max(self.intermediate_size, shared_width)
+
+    @override
+    def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
+        if self.experts is None:
+            return 0
+        return self.experts.workspace_bytes(self.hidden_size, num_tokens, itemsize)
 
     @property
     @override
@@ -136,6 +159,12 @@ class DecoderConfig(ModelConfig):
     def limited_to(self, max_model_len: int) -> Self:
         ropes = (replace(rope, max_len=min(rope.max_len, max_model_len)) for rope in self.ropes)
         return replace(self, ropes=tuple(ropes))
+
+    @override
+    def stored_as(self, names: Collection[str]) -> Self:
+        if self.experts is None:
+            return self
+        return replace(self, experts=self.experts.stored_as(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,8 @@ _QWEN = _DECODER | {
 _OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 
 
+# Of the layers that have experts.
+_SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": _DECODER | _BIASES,
@@ -88,6 +90,46 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "olmo2": _OLMO,
         "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
+        "qwen2_moe": _QWEN
+        | _SPARSE_LAYERS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
+        "qwen3_moe": _DECODER
+        | _SPARSE_LAYERS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+        },
+        "mixtral": _DECODER
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
         "opt": {
             "vocab_size": 50272,
             "hidden_size": 768,
@@ -126,6 +168,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_position_embeddings": "n_positions",
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
-        }
+        },
+        "mixtral": {"num_local_experts": "num_experts"},
+        "qwen3_moe": {"num_experts": "num_local_experts"},
     }
 )

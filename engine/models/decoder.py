@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from engine.models.config import DecoderConfig, QkNorm
+from engine.models.experts import SparseMlp
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
@@ -79,7 +80,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm(is_used=config.norms_inputs)
         self.self_attn = DecoderAttention(config, number, ranks)
         self.post_attention_layernorm = norm(is_used=config.norms_inputs)
-        self.mlp = GatedMlp(config, ranks)
+        self.mlp = _new_mlp(config, number, ranks)
         self._norms_outputs = config.norms_outputs
         self.attention_post_norm = norm(is_used=config.norms_outputs)
         self.mlp_post_norm = norm(is_used=config.norms_outputs)
@@ -104,6 +105,12 @@ class DecoderLayer(nn.Module):
         output = self.mlp(self.post_attention_layernorm(hidden))
         output = self.mlp_post_norm(output, residual=hidden)
         return output
+
+
+def _new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.Module:
+    if config.experts is not None and config.experts.is_sparse[number]:
+        return SparseMlp(config.hidden_size, config.experts, ranks)
+    return GatedMlp(config, ranks)
 
 
 class DecoderAttention(nn.Module):

@@ -11,6 +11,7 @@ from engine.runtime.forward import recorded_steps
 from engine.runtime.forward.batch_inputs import StepInputs
 from engine.runtime.forward.recorded_steps import RecordedSteps
 from tests.support.checkpoints import VARIANTS, prompt_of
+from tests.support.expert_variants import EXPERT_VARIANTS
 from tests.support.kernel_checks import IS_NATIVE, native_only
 from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded
 
@@ -85,7 +86,7 @@ def run_recorded(steps, session, work, wanted=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *EXPERT_VARIANTS])
 def test_recorded_decode_steps_equal_plain_ones(variant, dtype):
     plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
     model, decode = recorder_of(recorded)
@@ -114,7 +115,7 @@ def chunk_work(session, step):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *EXPERT_VARIANTS])
 def test_recorded_chunk_steps_equal_plain_ones(variant, dtype):
     plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
     model, steps = recorder_of(recorded)

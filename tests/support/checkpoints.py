@@ -18,6 +18,8 @@ from zlib import crc32
 
 import torch
 
+from tests.support.expert_variants import EXPERT_VARIANTS
+
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
 PAD_TOKEN_ID = 258
@@ -197,7 +199,8 @@ def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    family, overrides = (VARIANTS | DECODER_VARIANTS | LONGROPE | SIX_HEADS | FOUR_LAYERS)[variant]
+    decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | SIX_HEADS | FOUR_LAYERS
+    family, overrides = (decoders | EXPERT_VARIANTS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -262,11 +265,11 @@ def reference_beams(
 
 @cache
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The `transformers` model of a checkpoint, with plain ("eager") attention."""
+    """The `transformers` model of a checkpoint, with plain ("eager") attention and experts."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
@@ -329,6 +332,10 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
         return noise * 1.5 / noise.shape[1] ** 0.5
     if module_kind == "Conv1D" and name == "weight":
         return noise * 1.5 / noise.shape[0] ** 0.5
+    if module_kind.endswith("Router") and name == "weight":
+        return noise * 1.5 / noise.shape[1] ** 0.5
+    if noise.dim() == 3:  # of all experts
+        return noise * 1.5 / noise.shape[2] ** 0.5
     if name == "bias":
         return noise * 0.2
     if "Norm" in module_kind:

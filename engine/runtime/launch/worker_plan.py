@@ -108,6 +108,7 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     width = 4 * model.hidden_size + heads * model.head_dim + 2 * model.mlp_size
     hidden = _COPIES * config.max_num_batched_tokens * width * itemsize
+    hidden += _COPIES * model.workspace_bytes(config.max_num_batched_tokens, itemsize)
     num_rows = config.max_running * (1 + config.max_drafts)
     of_prompts = min(part_bytes(), config.max_num_batched_tokens * model.vocab_size * _FLOAT_BYTES)
     logits = _COPIES_OF_LOGITS * max(num_rows * model.vocab_size * _FLOAT_BYTES, of_prompts)

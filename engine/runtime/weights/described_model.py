@@ -1,7 +1,7 @@
 """`DescribedModel`: the model that a checkpoint's files describe, and its end-of-sequence ids."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,6 +120,10 @@ class DescribedModel:
     def untied(self) -> "DescribedModel":
         """Returns the same model with an output head that has weights of its own."""
         return replace(self, config=replace(self.config, tie_word_embeddings=False))
+
+    def stored_as(self, names: Collection[str]) -> "DescribedModel":
+        """Returns the same model for a checkpoint that has tensors of these names."""
+        return replace(self, config=self.config.stored_as(names))
 
     def build(self, part: ModelPart = WHOLE_MODEL) -> CausalModel:
         """Builds a part of the model on torch's device "meta".

@@ -33,7 +33,12 @@ from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
 from engine.runtime.weights.shared_weights import share_weights
-from engine.runtime.weights.stored_tensors import OpenFile, StoredTensors, open_safetensors
+from engine.runtime.weights.stored_tensors import (
+    OpenFile,
+    StoredTensors,
+    open_safetensors,
+    read_headers,
+)
 from engine.runtime.weights.weight_upload import StoredTensor, locate_tensors, upload
 
 __all__ = [
@@ -125,9 +130,11 @@ def load_model(
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)
+    entries = list(read_headers(checkpoint.weight_files, open_file))
+    described = described.stored_as({entry.name for entry in entries})
     whole, stored = described.build(), None
     if not is_dummy:
-        stored = StoredTensors(checkpoint.weight_files, open_file, whole, weights_dtype)
+        stored = StoredTensors(entries, open_file, whole, weights_dtype)
         if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
             described = described.untied()
             whole = described.build()

@@ -6,7 +6,7 @@ weights are stored, these two.
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from engine.models.layers import OUTPUT_HEAD, CausalModel
 
 __all__ = [
     "OpenFile",
+    "StoredEntry",
     "StoredTensors",
     "first_float_dtype",
     "is_without_effect",
     "open_safetensors",
+    "read_headers",
 ]
 
 OpenFile = Callable[[Path], Any]
@@ -43,7 +45,7 @@ _logger = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class StoredEntry:
     """A tensor in a file.
 
     Attributes:
@@ -63,27 +65,27 @@ class StoredTensors:
     """The tensors of a checkpoint that a model needs.
 
     Args:
-        files: the weight files.
-        open_file: opens one.
+        entries: of the weight files.
+        open_file: opens one of them.
         model: the whole model, with or without memory for weights.
         dtype: type of its weights, in which tensors are compared.
 
     Raises:
-        ConfigurationError: a file is not readable, or has a tensor that the model does not have.
+        ConfigurationError: a file has a tensor that the model does not have.
     """
 
     def __init__(
         self,
-        files: Sequence[Path],
+        entries: Iterable[StoredEntry],
         open_file: OpenFile,
         model: CausalModel,
         dtype: torch.dtype,
     ) -> None:
         self._open_file, self._dtype = open_file, dtype
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, StoredEntry] = {}
         names = _Names(model)
         skipped = []
-        for entry in _read_headers(files, open_file):
+        for entry in entries:
             name = names.find(entry)
             if name is not None:
                 self._add(name, entry)
@@ -147,7 +149,7 @@ class StoredTensors:
             )
         return entry.file, entry.name
 
-    def _add(self, name: str, entry: _Entry) -> None:
+    def _add(self, name: str, entry: StoredEntry) -> None:
         """Adds a tensor; of two with the same name the later one counts."""
         other = self._entries.get(name)
         self._entries[name] = entry
@@ -159,7 +161,7 @@ class StoredTensors:
                 name,
             )
 
-    def _are_equal(self, first: _Entry, second: _Entry) -> bool:
+    def _are_equal(self, first: StoredEntry, second: StoredEntry) -> bool:
         if first.shape != second.shape or not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
             return False
         with self._open_file(first.file) as one, self._open_file(second.file) as other:
@@ -184,7 +186,7 @@ class _Names:
         self._layer = re.compile(rf"{layers}\.([0-9]{{1,9}})\.")
         self._num_layers = model.config.num_layers
 
-    def find(self, entry: _Entry) -> str | None:
+    def find(self, entry: StoredEntry) -> str | None:
         """Returns the model's name for a tensor; None if the model does not need it.
 
         Raises:
@@ -215,7 +217,7 @@ def first_float_dtype(files: Iterable[Path]) -> str | None:
     Raises:
         ConfigurationError: a file is not readable.
     """
-    dtypes = (entry.dtype for entry in _read_headers(files, open_safetensors))
+    dtypes = (entry.dtype for entry in read_headers(files, open_safetensors))
     return next((_FLOAT_DTYPES[dtype] for dtype in dtypes if dtype in _FLOAT_DTYPES), None)
 
 
@@ -232,15 +234,20 @@ def open_safetensors(file: Path) -> Any:
         raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-def _read_headers(files: Iterable[Path], open_file: OpenFile) -> Iterator[_Entry]:
+def read_headers(files: Iterable[Path], open_file: OpenFile) -> Iterator[StoredEntry]:
+    """Yields the tensors of all files.
+
+    Raises:
+        ConfigurationError: a file is not readable.
+    """
     for file in files:
         with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 stored = tensors.get_slice(name)
-                yield _Entry(file, name, stored.get_dtype(), tuple(stored.get_shape()))
+                yield StoredEntry(file, name, stored.get_dtype(), tuple(stored.get_shape()))
 
 
-def _rows(tensors: Any, entry: _Entry) -> Iterator[torch.Tensor]:
+def _rows(tensors: Any, entry: StoredEntry) -> Iterator[torch.Tensor]:
     """Yields a tensor's rows, some at a time; one without axes, or with empty ones, as it is."""
     if not all(entry.shape) or not entry.shape:
         yield tensors.get_tensor(entry.name)

@@ -1,0 +1,109 @@
+"""`ExpertsConfig`: the mixtures of experts that a checkpoint's config.json describes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from engine.models.config_fields import ConfigFieldError, ConfigFields
+from kernels import RoutingRule
+
+__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertStorage", "ExpertsConfig", "experts_config"]
+
+_MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
+_OPERAND_BYTES = 4  # of an element of a layer's input, in the order of the native kernels
+MAX_TOKENS_AT_ONCE = 2048
+"""Tokens that a mixture computes at a time, which bounds the memory for their experts' states."""
+_JOINED_NAME = "experts.gate_up_proj"
+
+
+class ExpertStorage(Enum):
+    """The form in which a checkpoint stores the experts' matrices."""
+
+    EACH = "each"
+    """A tensor for each matrix of each expert."""
+    JOINED = "joined"
+    """A tensor for the gate and up projections of all experts, and one for the down projections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model, which all have one shape.
+
+    Attributes:
+        num_experts: number of experts of a layer.
+        width: width of an expert between its projections.
+        rule: how tokens choose experts.
+        is_sparse: per layer, whether it has experts; other layers have an MLP.
+        shared_width: width of the expert that all tokens have beside those they choose; 0 for none.
+        storage: the form of the experts in the checkpoint.
+    """
+
+    num_experts: int
+    width: int
+    rule: RoutingRule
+    is_sparse: tuple[bool, ...]
+    shared_width: int = 0
+    storage: ExpertStorage = ExpertStorage.EACH
+
+    def stored_as(self, names: Iterable[str]) -> "ExpertsConfig":
+        """Returns the config with the form in which tensors of these names store experts."""
+        is_joined = any(name.endswith(_JOINED_NAME) for name in names)
+        return replace(self, storage=ExpertStorage.JOINED) if is_joined else self
+
+    def workspace_bytes(self, hidden_size: int, num_tokens: int, itemsize: int) -> int:
+        """Returns the size of the states of each expert of each token, in and after its layers, and
+        of the layers' inputs in the order of their kernels.
+
+        Args:
+            hidden_size: width of hidden states.
+            num_tokens: number of tokens of the step.
+            itemsize: bytes of an element.
+        """
+        states = (self.width + hidden_size) * itemsize
+        operands = max(self.width, hidden_size) * _OPERAND_BYTES
+        return min(num_tokens, MAX_TOKENS_AT_ONCE) * self.rule.top_k * (states + operands)
+
+
+def experts_config(
+    fields: ConfigFields,
+    rule: RoutingRule,
+    *,
+    count_field: str = "num_experts",
+    width_field: str = "moe_intermediate_size",
+) -> ExpertsConfig:
+    """Reads the fields that families of mixtures have in common.
+
+    Args:
+        fields: of config.json.
+        rule: the family's rule; its `top_k` is replaced by `num_experts_per_tok`.
+        count_field: name of the number of experts.
+        width_field: name of the width of an expert.
+
+    Raises:
+        ConfigFieldError: a field has an unsupported value.
+    """
+    num_experts = fields.count(count_field, _MAX_EXPERTS)
+    top_k = fields.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ConfigFieldError(
+            f"num_experts_per_tok is {top_k}; there are {num_experts} experts ({count_field})"
+        )
+    shared = "shared_expert_intermediate_size"
+    return ExpertsConfig(
+        num_experts=num_experts,
+        width=fields.count(width_field),
+        rule=replace(rule, top_k=top_k),
+        is_sparse=_sparse_layers(fields),
+        shared_width=fields.count(shared) if fields.has(shared) else 0,
+    )
+
+
+def _sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
+    """Returns, per layer, whether it has experts; without fields that say so, all have."""
+    num_layers = fields.count("num_hidden_layers")
+    if not fields.has("decoder_sparse_step"):
+        return (True,) * num_layers
+    step, dense = fields.count("decoder_sparse_step"), fields.raw("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigFieldError(f"mlp_only_layers is {dense!r}; it must be a list of integers")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))

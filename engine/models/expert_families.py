@@ -1,0 +1,51 @@
+"""Families with mixtures of experts: each reads its config.json."""
+
+from dataclasses import replace
+
+from engine.models.config import DecoderConfig, QkNorm, decoder_config
+from engine.models.config_fields import ConfigFieldError, ConfigFields
+from engine.models.expert_config import experts_config
+from kernels import RoutingRule
+
+__all__ = ["mixtral_config", "qwen2_moe_config", "qwen3_moe_config"]
+
+
+def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Qwen1.5 or Qwen2 mixture, with an expert that all tokens share."""
+    if fields.flag("use_sliding_window") and fields.raw("layer_types") is None:
+        raise ConfigFieldError("use_sliding_window needs layer_types")
+    return replace(
+        decoder_config(fields),
+        qkv_bias=fields.flag("qkv_bias"),
+        experts=experts_config(fields, _softmax_rule(fields)),
+    )
+
+
+def qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Qwen3 mixture: Qwen3's attention, experts in some or all layers."""
+    return replace(
+        decoder_config(fields),
+        qk_norm=QkNorm.HEAD,
+        experts=experts_config(fields, _softmax_rule(fields)),
+    )
+
+
+def mixtral_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Mixtral model, which weighs experts in float32."""
+    experts = experts_config(
+        fields,
+        RoutingRule(1, normalizes=True, rounds=False),
+        count_field="num_local_experts",
+        width_field="intermediate_size",
+    )
+    names = {
+        "mlp": "block_sparse_moe",
+        "gate_proj": "w1",
+        "down_proj": "w2",
+        "up_proj": "w3",
+    }
+    return replace(decoder_config(fields), experts=experts, names=names)
+
+
+def _softmax_rule(fields: ConfigFields) -> RoutingRule:
+    return RoutingRule(1, normalizes=fields.flag("norm_topk_prob"))

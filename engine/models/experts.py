@@ -1,0 +1,167 @@
+"""Mixtures of experts: an MLP of which each token uses a few parts (arXiv:1701.06538).
+
+    logits of experts -> the few highest, weighted -> gate and up -> down -> weighted sum
+
+Ranks have some of the experts each, and a range of the width of the expert that all tokens share.
+Hidden states are the same on all ranks; one sum over the ranks joins the outputs of both.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+import kernels
+from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig, ExpertStorage
+from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
+from engine.models.tensor_parts import TensorPart, WeightTarget
+from kernels import Cut, ExpertWeight, RankGroup, Routing, RowsOfWeight, WeightUse
+
+__all__ = ["ExpertLinear", "SparseMlp"]
+
+
+class ExpertLinear(PackedModule):
+    """A linear layer, or a gated pair of them, of each expert.
+
+    Args:
+        experts: the experts of this rank.
+        in_features: width of the input.
+        parts: width of each layer's outputs, by checkpoint name; two make a gated pair.
+        storage: the form of the experts in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        experts: Cut,
+        in_features: int,
+        parts: Mapping[str, int],
+        storage: ExpertStorage,
+    ) -> None:
+        use = WeightUse.GATED_LINEAR if len(parts) == 2 else WeightUse.LINEAR
+        self._rows_per_expert = sum(parts.values())
+        super().__init__(experts.size * self._rows_per_expert, in_features, use)
+        self.experts, self._parts, self._storage = experts, dict(parts), storage
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        shape = self.experts.size, self._rows_per_expert, self.weight.num_columns
+        self.weight = kernels.make_expert_weight(*shape, dtype, device, self.weight.use)
+
+    def forward(self, hidden: torch.Tensor, routing: Routing, *, gathers: bool) -> torch.Tensor:
+        """Computes `[rows * top_k, width]` by slot; see `kernels.expert_linear`."""
+        assert isinstance(self.weight, ExpertWeight)
+        return kernels.expert_linear(hidden, self.weight, routing, gathers=gathers)
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        parent = path.rpartition(".")[0]
+        inputs = Cut.whole(self.weight.num_columns)
+        for number in range(self.experts.size):
+            expert, first = self.experts.start + number, 0
+            for name, width in self._parts.items():
+                rows = self.weight.rows(number * self._rows_per_expert + first, width)
+                if self._storage is ExpertStorage.EACH:
+                    yield TensorPart.whole(f"{parent}.{expert}.{name}.weight", rows)
+                else:
+                    of_expert = Cut(self._rows_per_expert, first, first + width)
+                    cuts = Cut(self.experts.total, expert, expert + 1), of_expert, inputs
+                    yield TensorPart(path, _OneExpert(rows), cuts)
+                first += width
+
+
+class _OneExpert(RowsOfWeight):
+    """A target of one expert's matrix, of a tensor that stacks those of all experts.
+
+    Args:
+        target: the matrix.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        self.shape, self.nbytes = (1, *target.shape), target.nbytes
+        self._target = target
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        self._target.copy_(source[0])
+
+
+class _Experts(nn.Module):
+    """The experts of a layer."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, ranks: RankGroup | None) -> None:
+        super().__init__()
+        self.cut = cut_of(config.num_experts, ranks)
+        parts = {"gate_proj": config.width, "up_proj": config.width}
+        self.gate_up_proj = ExpertLinear(self.cut, hidden_size, parts, config.storage)
+        parts = {"down_proj": hidden_size}
+        self.down_proj = ExpertLinear(self.cut, config.width, parts, config.storage)
+
+    def forward(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Maps `[rows, hidden_size]` to `[rows * top_k, hidden_size]` by slot."""
+        gated = self.gate_up_proj(hidden, routing, gathers=True)
+        outputs: torch.Tensor = self.down_proj(gated, routing, gathers=False)
+        return outputs
+
+
+class _SharedExpert(nn.Module):
+    """The expert that all tokens have; its result, in float32, is this rank's part of a sum."""
+
+    def __init__(self, hidden_size: int, width: int, ranks: RankGroup | None) -> None:
+        super().__init__()
+        size = cut_of(width, ranks)
+        self.gate_up_proj = GatedLinear(hidden_size, size, bias=False)
+        self.down_proj = Linear(size, hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes `[rows, hidden_size]` float32."""
+        gated = self.gate_up_proj(hidden)
+        return kernels.linear(gated, self.down_proj.weight, out_dtype=torch.float32)
+
+
+class SparseMlp(nn.Module):
+    """A mixture of experts in the place of an MLP.
+
+    Args:
+        hidden_size: width of hidden states.
+        config: the mixture.
+        ranks: the ranks that share the layer; None for one.
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, ranks: RankGroup | None) -> None:
+        super().__init__()
+        self._rule, self._num_experts, self._ranks = config.rule, config.num_experts, ranks
+        logits = {"gate": Cut.whole(config.num_experts)}
+        if config.shared_width:
+            logits["shared_expert_gate"] = Cut.whole(1)
+        self.router = FusedLinear(hidden_size, logits, bias=False)
+        self.experts = _Experts(hidden_size, config, ranks)
+        self.shared_expert = (
+            _SharedExpert(hidden_size, config.shared_width, ranks) if config.shared_width else None
+        )
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Computes `[rows, hidden_size]` and adds `residual`."""
+        if len(hidden) <= MAX_TOKENS_AT_ONCE:
+            return self._mix(hidden, residual)
+        starts = range(0, len(hidden), MAX_TOKENS_AT_ONCE)
+        slices = [slice(start, start + MAX_TOKENS_AT_ONCE) for start in starts]
+        return torch.cat([self._mix(hidden[part], residual[part]) for part in slices])
+
+    def _mix(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        logits = self.router(hidden)
+        routing = kernels.route_experts(
+            logits[:, : self._num_experts], self._rule, self.experts.cut
+        )
+        outputs = self.experts(hidden, routing)
+        shared = shared_gate = None
+        if self.shared_expert is not None:
+            shared, shared_gate = self.shared_expert(hidden), logits[:, self._num_experts :]
+        if self._ranks is None:
+            return kernels.combine_experts(
+                outputs, routing, shared=shared, shared_gate=shared_gate, residual=residual
+            )
+        partial = kernels.combine_experts(
+            outputs, routing, shared=shared, shared_gate=shared_gate, out_dtype=torch.float32
+        )
+        return kernels.reduce_ranks(partial, self._ranks, None, residual, dtype=hidden.dtype)

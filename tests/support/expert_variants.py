@@ -1,0 +1,32 @@
+"""Variants of checkpoints with mixtures of experts; see `tests.support.checkpoints`.
+
+Numbers of experts are odd, so that ranks have unequal shares, and widths do not fill panels.
+"""
+
+from typing import Any
+
+__all__ = ["EXPERT_VARIANTS"]
+
+_SMALL: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+# variant -> (family, overrides of the family's config)
+EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {**_SMALL, "head_dim": 16, "norm_topk_prob": True}),
+    # Layers with an MLP beside layers with experts; each token uses all of these.
+    "qwen3_moe_mixed": (
+        "qwen3_moe",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 33,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+    "qwen2_moe": ("qwen2_moe", {**_SMALL, "shared_expert_intermediate_size": 48}),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": 11},
+    ),
+}
