@@ -394,6 +394,5 @@ class KvCacheManager:
         self._blocks.check()
         self._host.check()
 
-
     def _num_missing_slots(self, table: BlockTable, are_drafts: bool) -> int:
         return 0 if self.states is None or are_drafts else self.states.num_missing(table)
