@@ -77,11 +77,14 @@ class ChatModel:
                 reason=Reason.NOT_CONFIGURED,
                 field="chat",
             )
-        if self.tool_parser is not None and not self.template.writes_calls(conversation):
+        async with self._turn():
+            return await asyncio.to_thread(self._render, self.template, conversation)
+
+    def _render(self, template: ChatTemplate, conversation: Conversation) -> str:
+        if self.tool_parser is not None and not template.writes_calls(conversation):
             messages = with_written_calls(conversation.messages, self.tool_parser.write_calls)
             conversation = replace(conversation, messages=messages)
-        async with self._turn():
-            return await asyncio.to_thread(self.template.render, conversation)
+        return template.render(conversation)
 
     def reasoning_start(self, conversation: Conversation, prompt: str) -> ReasoningStart:
         """Returns where the answer to a chat begins. Only the end of the prompt decides it, which
