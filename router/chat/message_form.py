@@ -20,7 +20,14 @@ from jinja2 import nodes
 from baton.common.errors import InvalidArgumentError
 from router.chat.chat_request import content_text
 
-__all__ = ["FinalMessage", "MessageForm", "find_form", "shape_messages", "with_written_calls"]
+__all__ = [
+    "REASONING_FIELDS",
+    "FinalMessage",
+    "MessageForm",
+    "find_form",
+    "shape_messages",
+    "with_written_calls",
+]
 
 _TOOL_ROLES = ("tool", "function")
 _PROBED_VALUE = "value-of-an-argument"
@@ -39,7 +46,8 @@ _PROBE: tuple[Mapping[str, Any], ...] = (
     {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "result"},
 )
 _PROBED_TEXTS = {"content": "text", "reasoning_content": "thought", "thinking": "thought"}
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""The names that clients and templates have for the reasoning of an earlier answer."""
 _CONTINUE_FIELD = "continue_final_message"
 _MARK = "END_OF_FINAL_MESSAGE_TEXT"
 """Written after the final message's text; the prompt is cut there."""
@@ -195,10 +203,10 @@ def _shaped(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
 def _without_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a message whose content is the end of its reasoning."""
     fields = {name: value for name, value in message.items() if name != "content"}
-    texts = [next((fields[name] for name in _REASONING_FIELDS if fields.get(name)), "")]
+    texts = [next((fields[name] for name in REASONING_FIELDS if fields.get(name)), "")]
     texts.append(content_text(message.get("content"), "\n"))
     reasoning = "\n".join([text for text in texts if text])
-    return {**fields, **dict.fromkeys(_REASONING_FIELDS, reasoning)} if reasoning else fields
+    return {**fields, **dict.fromkeys(REASONING_FIELDS, reasoning)} if reasoning else fields
 
 
 def with_written_calls(

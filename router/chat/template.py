@@ -14,7 +14,13 @@ import jinja2
 from baton.common.errors import ConfigurationError, InvalidArgumentError
 from router.chat.chat_request import Conversation
 from router.chat.jinja_environment import RefusedByTemplateError, build_environment, plain_copy
-from router.chat.message_form import FinalMessage, MessageForm, find_form, shape_messages
+from router.chat.message_form import (
+    REASONING_FIELDS,
+    FinalMessage,
+    MessageForm,
+    find_form,
+    shape_messages,
+)
 from router.chat.template_source import (
     TemplateSource,
     TemplateText,
@@ -42,7 +48,6 @@ _RESERVED = (
     "tokenize",
 )
 """Variables and settings that `chat_template_kwargs` must not contain."""
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +216,7 @@ def _without_unset(message: Mapping[str, Any]) -> dict[str, Any]:
     read: `reasoning_content`, and `thinking` for those of gpt-oss.
     """
     stated = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((stated[name] for name in _REASONING_FIELDS if name in stated), None)
+    reasoning = next((stated[name] for name in REASONING_FIELDS if name in stated), None)
     if reasoning is None:
         return stated
     return {"thinking": reasoning, **stated, "reasoning_content": reasoning}
