@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +11,7 @@ import pytest
 
 from engine.kv_transfer.costs import LoadCosts
 from engine.runtime.ranks import started_ranks
-from tests.support import rank_hosts
+from tests.support import cluster, rank_hosts
 from tests.support.fork_server import ForkServer
 from tests.support.redis_server import RedisServer
 from tests.support.shared_compiling import SharedCompileProcesses
@@ -32,12 +32,11 @@ def one_compile_process(compile_processes: SharedCompileProcesses) -> Iterator[N
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked_ranks(fork_server: ForkServer) -> Iterator[None]:
-    """Forks the processes of ranks. Tests of their real start override it."""
-    with (
-        mock.patch.object(started_ranks, "subprocess", fork_server.subprocess),
-        mock.patch.object(rank_hosts, "subprocess", fork_server.subprocess),
-    ):
+def forked_processes(fork_server: ForkServer) -> Iterator[None]:
+    """Forks the processes of ranks and of clusters. Tests of their real start override it."""
+    with ExitStack() as patches:
+        for module in (started_ranks, rank_hosts, cluster):
+            patches.enter_context(mock.patch.object(module, "subprocess", fork_server.subprocess))
         yield
 
 

@@ -37,7 +37,7 @@ END_S = 40
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked_ranks() -> None:
+def forked_processes() -> None:
     """Lets ranks start as they do for users."""
 
 
