@@ -29,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OptConfig",
     "QkNorm",
+    "StateShape",
     "decoder_config",
     "gpt2_config",
     "opt_config",
@@ -51,6 +52,8 @@ class ModelConfig(ABC):
     itself included, or None for all.
     `names` has the checkpoint's names of the modules that the model names otherwise; each is one
     component of a tensor's name, or several.
+    `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
+    ascending order.
     """
 
     vocab_size: int
@@ -63,6 +66,12 @@ class ModelConfig(ABC):
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     names: Mapping[str, str] = field(default_factory=dict)
+    recurrent_layers: tuple[int, ...] = ()
+
+    @property
+    def state_shapes(self) -> tuple["StateShape", ...]:
+        """The parts of a recurrent layer's state, in the order of `LayerState.parts`."""
+        return ()
 
     @property
     @abstractmethod
@@ -90,6 +99,24 @@ class ModelConfig(ABC):
     def stored_as(self, names: Collection[str]) -> Self:
         """Returns the config of the model if the checkpoint has tensors of these names."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One part of a recurrent layer's state, `[num_heads, width]`.
+
+    Attributes:
+        name: of the part.
+        num_heads: heads, which ranks divide. Layers whose channels do not depend on each other
+            count each channel as one.
+        width: elements of one head.
+        dtype: the torch name of the element type; None for the type of the weights.
+    """
+
+    name: str
+    num_heads: int
+    width: int
+    dtype: str | None = None
 
 
 class QkNorm(Enum):
@@ -206,6 +233,7 @@ def decoder_config(
     layer_types: Sequence[str] | None = None,
     thetas: Mapping[str, float] | None = None,
     is_interleaved: bool = False,
+    recurrent_type: str | None = None,
 ) -> DecoderConfig:
     """Reads the fields that decoders have in common; those that differ are as Llama's.
 
@@ -215,6 +243,7 @@ def decoder_config(
         thetas: by layer type, the default base of its rotary embedding; None if all layers have
             the same embedding.
         is_interleaved: whether rotary embedding pairs neighbouring elements.
+        recurrent_type: the layer type of the family's recurrent layers; None if it has none.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
@@ -227,7 +256,7 @@ def decoder_config(
     common = _common(
         fields, fields.optional_count("num_key_value_heads"), fields.optional_count("head_dim")
     )
-    types = _layer_types(fields, layer_types)
+    types = _layer_types(fields, layer_types, recurrent_type)
     window = _window(fields)
     common["sliding_windows"] = tuple(
         window if layer_type == "sliding_attention" else None for layer_type in types
@@ -240,6 +269,9 @@ def decoder_config(
     else:
         ropes, rope_of = read_ropes_by_type(fields, common["head_dim"], types, thetas)
     common["max_model_len"] = max(common["max_model_len"], *(rope.extended_len for rope in ropes))
+    common["recurrent_layers"] = tuple(
+        layer for layer, layer_type in enumerate(types) if layer_type == recurrent_type
+    )
     return DecoderConfig(
         **common,
         intermediate_size=fields.count("intermediate_size"),
@@ -334,7 +366,9 @@ def _common(
     }
 
 
-def _layer_types(fields: ConfigFields, default: Sequence[str] | None) -> Sequence[str]:
+def _layer_types(
+    fields: ConfigFields, default: Sequence[str] | None, recurrent_type: str | None
+) -> Sequence[str]:
     num_layers = fields.count("num_hidden_layers", _MAX_LAYERS)
     stated = fields.raw("layer_types")
     if stated is None:
@@ -342,7 +376,7 @@ def _layer_types(fields: ConfigFields, default: Sequence[str] | None) -> Sequenc
     if not isinstance(stated, list) or len(stated) != num_layers:
         raise ConfigFieldError(f"layer_types must be a list of {num_layers}, one for each layer")
     for layer_type in stated:
-        if layer_type not in _LAYER_TYPES:
+        if layer_type not in _LAYER_TYPES and layer_type != recurrent_type:
             raise unsupported("layer_types", layer_type)
     return stated
 

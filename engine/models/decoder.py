@@ -39,10 +39,13 @@ class Decoder(CausalModel):
         super().__init__(config, config.hidden_size, part)
         self.embed_tokens = self._new_embedding(config.hidden_size)
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
-        self.layers = self._new_layers(lambda number: DecoderLayer(config, number, part.ranks))
+        self.layers = self._new_layers(lambda number: self._new_layer(config, number))
         self.norm = (
             RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm) if part.is_last else None
         )
+
+    def _new_layer(self, config: Any, number: int) -> nn.Module:
+        return DecoderLayer(config, number, self.part.ranks)
 
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from engine.models.linear import Embedding, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts
 from kernels import Cut, NormKind, QkNorms, RankGroup, Rotation
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import LayerKv, LayerState, PagedKv
 from kvstore.transfer_form import PoolShare
 
 __all__ = [
@@ -370,12 +370,12 @@ def cached_attention(
     return query.flatten(1)
 
 
-def select_rows(states: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+def select_rows(states: torch.Tensor, kv: LayerKv | LayerState) -> torch.Tensor:
     """Selects the tokens in `kv.rows`, which a layer computes further once all KV is written.
 
     Args:
         states: `[num_tokens, ...]`.
-        kv: the layer's KV cache.
+        kv: the layer's KV cache, or its states.
 
     Returns:
         `[num_attending, ...]`.

@@ -19,6 +19,7 @@ from engine.models.decoder_families import (
 )
 from engine.models.expert_families import mixtral_config, qwen2_moe_config, qwen3_moe_config
 from engine.models.gpt2 import Gpt2
+from engine.models.hybrid import Lfm2, lfm2_config
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
 from engine.models.part import WHOLE_MODEL, ModelPart
@@ -58,6 +59,7 @@ class ModelFamily:
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
+        "Lfm2ForCausalLM": ModelFamily("lfm2", lfm2_config, Lfm2),
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),
         "Olmo2ForCausalLM": ModelFamily("olmo2", olmo2_config, Decoder),

@@ -13,6 +13,7 @@ import torch
 from engine.runtime.weights.loader import load_model
 from tests.support.checkpoints import (
     DECODER_VARIANTS,
+    HYBRIDS,
     MAX_MODEL_LEN,
     SLIDING_WINDOW,
     VARIANTS,
@@ -60,7 +61,7 @@ def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("variant", "schedule"),
     [
-        *product(VARIANTS, SCHEDULES),
+        *product([*VARIANTS, *HYBRIDS], SCHEDULES),
         *product([*DECODER_VARIANTS, *EXPERT_VARIANTS], ["chunks", "decode beside prefill"]),
     ],
 )
@@ -81,7 +82,7 @@ def test_logits_match_transformers(variant, schedule):
         torch.testing.assert_close(logits, reference_logits(variant, seed, length), **TOLERANCE)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS])
 def test_greedy_tokens_match_transformers(variant):
     prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
     num_tokens = 12
@@ -96,7 +97,7 @@ def test_greedy_tokens_match_transformers(variant):
     assert drawn == [reference_greedy(path, prompt, num_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt", "gpt2", "lfm2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_errors_are_at_most_little_above_those_of_transformers(variant, dtype):
     prompt = prompt_of(43)

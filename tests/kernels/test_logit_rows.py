@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.support.checkpoints import VARIANTS, prompt_of
+from tests.support.checkpoints import HYBRIDS, VARIANTS, prompt_of
 from tests.support.kernel_checks import native_only
 from tests.support.paged_session import PagedSession, loaded
 
 # The last bit of torch's results for OPT and GPT-2 may depend on other rows of the batch.
 NATIVE_VARIANTS = [name for name in VARIANTS if not name.startswith(("opt", "gpt2"))]
+NATIVE_VARIANTS += [*HYBRIDS]
 LENGTHS = (150, 40, 9, 70)
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
 # Each step: (sequence, number of tokens) in order, and the indices whose logits are wanted.

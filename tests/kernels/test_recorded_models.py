@@ -244,3 +244,25 @@ def test_engines_of_one_process_record_and_run_concurrently():
         results = list(pool.map(lambda i: list(decode_all(i, replays=True)), range(3), timeout=60))
     for got, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@native_only("other kernels record nothing")
+@pytest.mark.parametrize("variant", ["lfm2", "lfm2_conv_last"])
+def test_steps_with_states_are_recorded(variant):
+    plain, recorded = (PagedSession(loaded(variant), [20, 20]) for _ in range(2))
+    model, work = recorded.model.model, [(0, PROMPTS[0]), (1, PROMPTS[1])]
+    inputs = recorded.inputs(work, [0, 1])
+    kv = recorded.kv(inputs)
+    with torch.inference_mode():
+        _, step = kernels.record_step(
+            torch.device("cpu"),
+            kernels.Arena(),
+            lambda: model.logits(model(inputs.token_ids, inputs.positions, kv)),
+        )
+        assert step is not None
+        expected = plain.step_with_logits_of(work, [0, 1])
+        assert torch.equal(step.run(), expected)
+        inputs.token_ids.add_(1)
+        assert not torch.equal(step.run(), expected)
+    for (ours,), (others,) in zip(recorded.states, plain.states, strict=True):
+        assert not torch.equal(ours.nan_to_num(), others.nan_to_num())

@@ -58,6 +58,14 @@ def _layer_types(*kinds: str) -> dict[str, Any]:
     }
 
 
+def _lfm2_layers(kinds: str) -> dict[str, Any]:
+    types = {"c": "conv", "a": "full_attention"}
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": [types[kind] for kind in kinds],
+    }
+
+
 # variant -> (family, overrides of the family's config)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -170,6 +178,20 @@ LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Further checkpoints, whose rotary embeddings depend on the longest sequence that is served."""
 
+# Models with recurrent layers.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {**_lfm2_layers("cacca"), "tie_word_embeddings": True}),
+    "lfm2_conv_last": ("lfm2", {**_lfm2_layers("accac"), "conv_L_cache": 4}),
+    "lfm2_conv_first": (
+        "lfm2",
+        {**_lfm2_layers("cca"), "block_ff_dim": 150, "block_multiple_of": 32},
+    ),
+    "lfm2_biased": (
+        "lfm2",
+        {**_lfm2_layers("ca"), "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False},
+    ),
+}
+
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
         "llama",
@@ -199,7 +221,7 @@ def tiny_checkpoint(variant: str) -> Path:
     """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
-    decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | SIX_HEADS | FOUR_LAYERS
+    decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | HYBRIDS | SIX_HEADS | FOUR_LAYERS
     family, overrides = (decoders | EXPERT_VARIANTS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
@@ -330,6 +352,8 @@ def _randomize(model: Any, seed: int) -> None:
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
     if module_kind == "Linear" and name == "weight":
         return noise * 1.5 / noise.shape[1] ** 0.5
+    if module_kind == "Conv1d" and name == "weight":
+        return noise * 0.6
     if module_kind == "Conv1D" and name == "weight":
         return noise * 1.5 / noise.shape[0] ** 0.5
     if module_kind.endswith("Router") and name == "weight":

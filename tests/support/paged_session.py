@@ -26,11 +26,27 @@ BLOCK_SIZE = 8
 @cache
 def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
     """Returns a tiny checkpoint's model."""
-    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
+    return load_model(
+        str(tiny_checkpoint(variant)), dtype, "cpu", progress=False, keeps_states=True
+    )
+
+
+def _poisoned_states(model: LoadedModel, num_slots: int) -> tuple[torch.Tensor, ...]:
+    """Returns the parts of one layer's states, full of NaN."""
+    return tuple(
+        torch.full(
+            (num_slots, 1, shape.num_heads, shape.width),
+            torch.nan,
+            dtype=getattr(torch, shape.dtype or model.dtype),
+        )
+        for shape in model.model.config.state_shapes
+    )
 
 
 class PagedSession:
     """Sequences whose cache starts full of NaN, in shuffled blocks.
+
+    Recurrent layers keep the state at the end of each block, in slots numbered as blocks.
 
     Args:
         model: the model.
@@ -47,8 +63,10 @@ class PagedSession:
         kv_dtype: str | None = None,
     ) -> None:
         self.model = model
-        self.layer_groups = group_layers(model.sliding_windows)
-        num_layer_groups = len(self.layer_groups.windows)
+        config = model.model.config
+        self.layer_groups = group_layers(model.sliding_windows, config.recurrent_layers)
+        num_layer_groups = len(self.layer_groups.windows) + bool(config.recurrent_layers)
+        self.state_group = len(self.layer_groups.windows) if config.recurrent_layers else None
         tables, num_blocks = shuffled_tables([*context_lens] * num_layer_groups, BLOCK_SIZE, seed)
         self.tables = [
             tables[layer_group * len(context_lens) :][: len(context_lens)]
@@ -66,6 +84,7 @@ class PagedSession:
         blocks = blocks.view(getattr(torch, layout.pool_dtype))
         self.views = view_blocks(blocks.view(num_blocks, *layout.block_shape), layout)
         self.pool, self.scales = self.views.states, self.views.scales
+        self.states = [_poisoned_states(model, num_blocks) for _ in config.recurrent_layers]
         self.done = [0] * len(context_lens)
 
     @torch.inference_mode()
@@ -142,13 +161,18 @@ class PagedSession:
         rows = torch.tensor([ends[index] - 1 for index in indices], dtype=torch.int64)
         return LogitRows(rows, tuple(meta for _, meta in steps))
 
-    def _run(self, inputs: BatchInputs) -> torch.Tensor:
-        kv = PagedKv(
+    def kv(self, inputs: BatchInputs) -> PagedKv:
+        """Returns the cache as a step with these inputs sees it."""
+        return PagedKv(
             self.pool,
             inputs.layer_groups,
             self.layer_groups.slots,
             inputs.logit_rows,
             scales=self.scales,
+            state_group=self.state_group,
+            states=self.states,
         )
+
+    def _run(self, inputs: BatchInputs) -> torch.Tensor:
         model = self.model.model
-        return model.logits(model(inputs.token_ids, inputs.positions, kv))
+        return model.logits(model(inputs.token_ids, inputs.positions, self.kv(inputs)))

@@ -15,6 +15,7 @@ from engine.models.registry import FAMILIES
 from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {
+    "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -108,6 +109,12 @@ def test_a_config_does_not_change(model_type):
         ("phi3", rope_fields("linear", factor=2.0), "rope_type 'linear' is not supported"),
         ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 is not supported"),
         ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor 2 is not supported"),
+        ("lfm2", {"layer_types": ["conv"] * 32}, "layer_types names no layer with attention"),
+        ("lfm2", {"full_attn_idxs": []}, "layer_types names no layer with attention"),
+        ("lfm2", {"full_attn_idxs": 3}, "full_attn_idxs is 3; it must be a list of layers"),
+        ("lfm2", {"layer_types": ["linear_attention"] * 32}, "layer_types 'linear_attention'"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; it must be at least 2"),
+        ("lfm2", {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier is None"),
         ("smollm3", {"no_rope_layers": [1] * 35}, "no_rope_layers must be a list of 36"),
         ("llama", {"hidden_size": 20, "num_attention_heads": 3}, "hidden_size 20"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 32"),
@@ -221,6 +228,28 @@ def test_dynamic_scaling_changes_nothing_up_to_the_models_length():
 def test_layers_of_smollm3_without_rotary_embedding(fields, ropes, windows):
     config = read_config_of("smollm3", num_hidden_layers=5, **fields)
     assert (config.rope_of, config.sliding_windows) == (ropes, windows)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4},
+        {"full_attn_idxs": [1], "conv_bias": True, "block_ff_dim": 300, "intermediate_size": 60},
+        {"block_auto_adjust_ff_dim": False, "tie_embedding": False, "full_attn_idxs": [0]},
+        {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7},
+    ],
+)
+def test_an_lfm2_model_has_the_tensors_of_transformers(fields):
+    fields = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, **fields}
+    fields |= {"num_key_value_heads": 2, "vocab_size": 300, "intermediate_size": 200} | fields
+    with torch.device("meta"):
+        source = transformers.AutoModelForCausalLM.from_config(source_config("lfm2", **fields))
+    expected = {name: tuple(tensor.shape) for name, tensor in source.state_dict().items()}
+    if source.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    parts = build_model("lfm2", **fields).checkpoint_tensors()
+    assert {name: tensor[0].tensor_shape for name, tensor in parts.items()} == expected
 
 
 def test_yarn_extends_max_model_len():
