@@ -1,12 +1,12 @@
-"""A cluster of real processes on the demo model, with HTTP, and the official clients of it."""
+"""A cluster of real processes on the demo model, with HTTP, and the official clients of it.
+
+The clients are imported when a cluster starts: that takes two seconds of a core, and every
+selection of tests imports this module.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-
-import anthropic
-import httpx2
-import openai
 
 from baton.common.model_files.named_models import demo_model_path
 from tests.support.cluster import Cluster, running_cluster
@@ -31,6 +31,10 @@ class HttpCluster:
     """
 
     def __init__(self, cluster: Cluster, url: str) -> None:
+        import anthropic
+        import httpx2
+        import openai
+
         self.cluster, self.url = cluster, url
         # Reading the certificates of the system would take longer than most tests.
         self.http = httpx2.AsyncClient(base_url=url, timeout=60, verify=False)
