@@ -14,9 +14,7 @@ from engine.config_checks import (
     bad_flag,
     check_choices,
     check_folder,
-    check_not_negative,
-    check_positive,
-    check_seconds,
+    check_numbers,
 )
 from engine.speculative_config import SpeculativeConfig
 
@@ -218,6 +216,18 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = flag(
         None, "number of KV blocks in the pool, instead of the computed number"
     )
+    num_state_slots: int | None = flag(
+        None,
+        "number of slots for the states of recurrent layers, instead of the computed number; each "
+        "running sequence needs one, and others hold states that sequences can begin at",
+        parse=count,
+    )
+    state_interval: int | None = flag(
+        None,
+        "tokens after which a running sequence keeps the state of its recurrent layers, to which "
+        "it can go back; a multiple of --block-size (default: by the size of a state)",
+        parse=count,
+    )
     kv_connector: str | None = flag(
         None,
         "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, "
@@ -273,9 +283,7 @@ class EngineConfig:
         threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
         check_choices(self)
-        check_positive(self, _POSITIVE)
-        check_seconds(self, _POSITIVE_SECONDS)
-        check_not_negative(self, _NOT_NEGATIVE)
+        check_numbers(self)
         self._check_ranges()
         self._check_ranks()
         check_folder("turns_folder", self.turns_folder)
@@ -291,6 +299,9 @@ class EngineConfig:
         if self.block_size % self.transfer_block_size:
             limit = f"a divisor of --block-size {self.block_size}"
             raise bad_flag("kv_transfer_block_size", self.transfer_block_size, limit)
+        if (self.state_interval or 0) % self.block_size:
+            limit = f"a multiple of --block-size {self.block_size}"
+            raise bad_flag("state_interval", self.state_interval, limit)
         publish = self.kv_publish
         if publish not in ("off", "finish") and not (publish.isdecimal() and int(publish) > 0):
             raise bad_flag("kv_publish", publish, "off, finish or a number >= 1")
@@ -367,30 +378,6 @@ class EngineConfig:
     def model_name(self) -> str:
         """The model name in requests."""
         return self.served_model_name or default_model_name(self.model)
-
-
-_POSITIVE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "nnodes",
-    "master_port",
-    "num_threads",
-    "block_size",
-    "kv_transfer_block_size",
-    "kv_transfer_head_slices",
-    "kv_transfer_layer_slices",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_waiting",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "max_num_partial_prefills",
-)
-_NOT_NEGATIVE = ("swap_space", "long_prefill_token_threshold", "grammar_cache_bytes")
-_POSITIVE_SECONDS = (
-    *("priority_ageing_s", "step_timeout_s", "kv_transfer_timeout_s", "grammar_timeout_s"),
-)
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,33 @@ __all__ = [
     "bad_flag",
     "check_choices",
     "check_folder",
-    "check_not_negative",
-    "check_positive",
-    "check_seconds",
+    "check_numbers",
 ]
+
+_POSITIVE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "nnodes",
+    "master_port",
+    "num_threads",
+    "block_size",
+    "kv_transfer_block_size",
+    "kv_transfer_head_slices",
+    "kv_transfer_layer_slices",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_waiting",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "num_state_slots",
+    "state_interval",
+    "max_num_partial_prefills",
+)
+_NOT_NEGATIVE = ("swap_space", "long_prefill_token_threshold", "grammar_cache_bytes")
+_POSITIVE_SECONDS = (
+    *("priority_ageing_s", "step_timeout_s", "kv_transfer_timeout_s", "grammar_timeout_s"),
+)
 
 
 def check_choices(config: Any) -> None:
@@ -28,26 +50,20 @@ def check_choices(config: Any) -> None:
             raise bad_flag(field.name, value, f"one of {', '.join(choices)}")
 
 
-def check_positive(config: object, names: Collection[str]) -> None:
-    """Refuses numbers less than 1; None is accepted."""
-    for name in names:
+def check_numbers(config: object) -> None:
+    """Refuses sizes less than 1, numbers less than 0, and durations that are not positive and
+    finite; None is accepted.
+    """
+    for name in _POSITIVE:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise bad_flag(name, value, ">= 1")
-
-
-def check_not_negative(config: object, names: Collection[str]) -> None:
-    """Refuses numbers less than 0; None is accepted."""
-    for name in names:
-        if (getattr(config, name) or 0) < 0:
-            raise bad_flag(name, getattr(config, name), ">= 0")
-
-
-def check_seconds(config: object, names: Collection[str]) -> None:
-    """Refuses durations that are not positive, or not finite."""
-    for name in names:
+    for name in _POSITIVE_SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise bad_flag(name, getattr(config, name), "> 0 and finite")
+    for name in _NOT_NEGATIVE:
+        if (getattr(config, name) or 0) < 0:
+            raise bad_flag(name, getattr(config, name), ">= 0")
 
 
 def check_folder(name: str, path: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
 from engine.speculative_config import MAX_SPECULATIVE_TOKENS
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout
 
 __all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"]
 
@@ -26,7 +26,8 @@ class ModelInfo:
             generation_config.json and config.json.
         fingerprint: digest of config and weights.
         layout: shape of a KV block, which holds the layers of one layer group.
-        windows: per layer group, as in `engine.kv_cache.spec.KvCacheSpec`.
+        windows: per layer group of attention layers, as in `engine.kv_cache.spec.KvCacheSpec`.
+        states: shape of a slot; None for a model without recurrent layers.
         tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
     """
 
@@ -37,6 +38,12 @@ class ModelInfo:
     layout: KvLayout
     windows: tuple[int | None, ...] = (None,)
     tokenizer_digest: str = ""
+    states: StateLayout | None = None
+
+    @property
+    def num_layer_groups(self) -> int:
+        """Number of layer groups. The last one is that of the states, if there are any."""
+        return len(self.windows) + (self.states is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,10 @@ class Runner(Protocol):
     """Number of blocks in the pool."""
     num_host_blocks: int
     """Number of blocks in the host pool, for swapped sequences; 0 without one."""
+    num_slots: int
+    """Number of slots for states, whose ids follow those of the blocks; 0 for a model without."""
+    num_host_slots: int
+    """Number of slots in the host pool, whose ids follow those of the host blocks."""
     costs: StepCosts
 
     @property

@@ -1,9 +1,10 @@
-"""Checks of requests before an engine queues them."""
+"""Checks of requests before an engine queues them, and of a model with states before it starts."""
 
 import math
 from collections.abc import Sequence
 
 from baton.common.errors import (
+    ConfigurationError,
     FailedPreconditionError,
     InvalidArgumentError,
     Reason,
@@ -17,7 +18,7 @@ from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff, connector_name
 
-__all__ = ["check_request", "num_blocks_needed"]
+__all__ = ["check_request", "check_states", "num_blocks_needed"]
 
 _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
@@ -31,12 +32,27 @@ _MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to tw
 _MAX_BAD_WORD_TOKENS = 64
 
 
+def check_states(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuses what does not work yet with a model that has recurrent layers.
+
+    Raises:
+        ConfigurationError: names the flag and what is missing.
+    """
+    if info.states is not None and config.kv_connector is not None:
+        raise ConfigurationError(
+            f"--kv-connector is {config.kv_connector}; the model has recurrent layers, and KV "
+            "connectors cannot transfer their states yet: leave the flag out, and let one engine "
+            "compute prompts and answers"
+        )
+
+
 def check_request(
     request: EngineRequest,
     *,
     config: EngineConfig,
     info: ModelInfo,
     num_blocks: int,
+    num_slots: int = 0,
     namespace: bytes,
 ) -> None:
     """Refuses a request that the engine could never finish.
@@ -44,7 +60,7 @@ def check_request(
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
         FailedPreconditionError: the handoff is not for this engine or prompt.
-        ResourceExhaustedError: the request needs more blocks than the pool has.
+        ResourceExhaustedError: the request needs more blocks or slots than the pool has.
     """
     spec = request.spec
     _check_priority(spec)
@@ -56,6 +72,8 @@ def check_request(
     _check_salt(spec)
     _check_logprobs(spec, info)
     _check_blocks(request, config, info, num_blocks)
+    if info.states is not None:
+        _check_slots(request, num_slots)
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
         request.handoff.check_compatible(namespace=namespace, connector=connector)
@@ -64,7 +82,7 @@ def check_request(
 
 def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:
     """The most KV blocks that the request holds at once on this engine."""
-    spec, cache = request.spec, spec_of(config, info.windows)
+    spec, cache = request.spec, spec_of(config, info)
     num_prompt = len(spec.prompt_token_ids)
     if request.hands_over:
         return cache.blocks_for(num_prompt)
@@ -236,6 +254,16 @@ def _check_blocks(
         raise ResourceExhaustedError(
             f"the request needs {needed} KV blocks of {config.block_size} tokens for "
             f"{_tokens_in_words(request, info)}; the pool has {num_blocks}",
+            reason=Reason.NO_REPLICA_FITS,
+        )
+
+
+def _check_slots(request: EngineRequest, num_slots: int) -> None:
+    needed = 1 if request.hands_over else request.spec.params.num_candidates
+    if needed > num_slots:
+        raise ResourceExhaustedError(
+            f"the request needs {needed} slots for states, one per candidate; the pool has "
+            f"{num_slots} (--num-state-slots)",
             reason=Reason.NO_REPLICA_FITS,
         )
 

@@ -127,7 +127,7 @@ class EngineWorker:
 
 def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
     config, info = engine.config, engine.info
-    spec = spec_of(config, info.windows)
+    spec = spec_of(config, info)
     return worker_pb2.GetInfoResponse(
         worker_id=uuid.uuid4().hex,
         role=load_to_proto(engine.load()).role,

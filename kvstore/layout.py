@@ -13,13 +13,15 @@ consists of bytes:
     pool: [num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)] uint8
                          | block_size * head_dim float8_e4m3fn | block_size float32 |
 
+Recurrent layers have no K and V, but a state per sequence: `StateLayout`.
+
 Pure: imports no torch. `kvstore.mover.pool_objects.view_blocks` makes tensors of it.
 """
 
 import math
 from dataclasses import dataclass
 
-__all__ = ["DTYPE_BYTES", "FP8", "LAYOUT_VERSION", "SCALE_BYTES", "KvLayout"]
+__all__ = ["DTYPE_BYTES", "FP8", "LAYOUT_VERSION", "SCALE_BYTES", "KvLayout", "StateLayout", "StatePart"]
 
 LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -69,3 +71,51 @@ class KvLayout:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return math.prod(self.block_shape) * DTYPE_BYTES[self.pool_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a recurrent layer's state, `[num_heads, width]`.
+
+    Attributes:
+        name: of the part, for messages.
+        num_heads: heads, which ranks and slices divide. Layers whose channels do not depend on
+            each other count each channel as one.
+        width: elements of one head.
+        dtype: the torch name of the element type.
+    """
+
+    name: str
+    num_heads: int
+    width: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.num_heads * self.width * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Shape of one slot: the states of all recurrent layers of a model at one position.
+
+    A slot lies in memory layer after layer, and in each layer part after part.
+
+    Attributes:
+        num_layers: number of recurrent layers.
+        parts: of one layer's state.
+    """
+
+    num_layers: int
+    parts: tuple[StatePart, ...]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's state."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.num_layers * self.layer_bytes

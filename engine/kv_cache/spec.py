@@ -20,10 +20,20 @@ from dataclasses import dataclass
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
+from engine.runner import ModelInfo
 
-__all__ = ["KvCacheSpec", "LayerGroups", "StateSpacing", "group_layers", "spec_of"]
+__all__ = [
+    "KvCacheSpec",
+    "LayerGroups",
+    "StateSpacing",
+    "default_state_interval",
+    "group_layers",
+    "spec_of",
+]
 
 _MIN_CACHED_INTERVAL = 512
+_MAX_INTERVAL = 1024
+_KV_PER_STATE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +254,30 @@ class KvCacheSpec:
         return num_common + num_branches * (-(-num_tokens // self.block_size) - num_common)
 
 
-def spec_of(config: EngineConfig, windows: tuple[int | None, ...]) -> KvCacheSpec:
+def spec_of(config: EngineConfig, info: ModelInfo) -> KvCacheSpec:
     """Returns the spec of an engine.
 
     Args:
         config: the engine's flags. With overlapped steps, the next chunk gets its blocks
             while a chunk is in flight, and no block that the latter reads is released.
-        windows: `LayerGroups.windows`.
+        info: the model's layer groups and states.
     """
-    num_open_steps = config.max_open_steps
-    return KvCacheSpec(config.block_size, windows, config.max_chunk * num_open_steps)
+    max_chunk = config.max_chunk * config.max_open_steps
+    states = None
+    if info.states is not None:
+        states = StateSpacing.of(config.state_interval or default_state_interval(info))
+    return KvCacheSpec(config.block_size, info.windows, max_chunk, states)
+
+
+def default_state_interval(info: ModelInfo) -> int:
+    """Returns after how many tokens a running sequence keeps its state unless a flag says it.
+
+    It is the smallest number of whole blocks whose K and V are at least four times as large as a
+    state, so that going back costs little and keeping states adds at most a quarter; at most
+    1,024 tokens.
+    """
+    assert info.states is not None, "the model has recurrent layers"
+    size = info.layout.block_size
+    block_bytes = info.layout.block_bytes * len(info.windows)
+    num_blocks = -(-_KV_PER_STATE * info.states.slot_bytes // block_bytes)
+    return size * min(num_blocks, max(1, _MAX_INTERVAL // size))

@@ -79,6 +79,8 @@ class TransferBlocks:
     ) -> Iterator[TransferItem]:
         """Returns the items that hold some transfer blocks of a sequence, in order.
 
+        The states of recurrent layers are not among them.
+
         Args:
             indices: indices of the transfer blocks.
             keys: the sequence's transfer block keys, at least up to the last of `indices`.
@@ -88,14 +90,14 @@ class TransferBlocks:
         count = self.per_block
         for index in indices:
             block, part = divmod(index, count)
-            for layers, own in enumerate(blocks):
+            for layers, own in enumerate(blocks[: len(self.spec.windows)]):
                 if block >= first_live[layers]:
                     key = layer_group_key(keys[index], layers)
                     yield TransferItem(index, key, own[block], own[block] * count + part)
 
     def object_keys(self, keys: Iterable[bytes]) -> list[bytes]:
         """Returns the object keys of all layer groups of transfer blocks."""
-        groups = range(self.spec.num_layer_groups)
+        groups = range(len(self.spec.windows))
         return [layer_group_key(key, layers) for key in keys for layers in groups]
 
 

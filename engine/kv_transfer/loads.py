@@ -225,7 +225,7 @@ class Loads:
             transfer.lookup_job = self._connector.lookup(keys)
             self._jobs.add(Lookup(job_id=transfer.lookup_job, group=group, num_keys=len(keys)))
         num_found = self._connector.num_found(transfer.lookup_job)
-        return None if num_found is None else num_found // self._spec.num_layer_groups
+        return None if num_found is None else num_found // len(self._spec.windows)
 
     def _is_cached(self, lead: Sequence) -> bool:
         """Returns whether the last full block is in the prefix cache, and so most likely all.
@@ -243,7 +243,7 @@ class Loads:
     ) -> Load:
         lead = group.lead
         assert lead.table is not None
-        layer_groups = range(self._spec.num_layer_groups)
+        layer_groups = range(len(self._spec.windows))
         items = list(
             self._cut.items(
                 range(lead.num_computed // self._cut.size, num_loadable),

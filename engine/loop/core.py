@@ -26,7 +26,7 @@ from engine.runner import ModelInfo, Runner
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from engine.step_watch import StepWatch
-from engine.validation import check_request
+from engine.validation import check_request, check_states
 from kvstore.connector import Connector, null_connector
 from kvstore.guard.metrics import KvMetrics, TransferMetrics
 from kvstore.guard.status import BackendStatus
@@ -71,6 +71,7 @@ class EngineCore:
         connector: Connector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_states(config, runner.info)
         self.config = config
         self.info: ModelInfo = runner.info
         self.num_blocks = runner.num_blocks
@@ -94,6 +95,8 @@ class EngineCore:
             runner.info,
             num_blocks=runner.num_blocks,
             num_host_blocks=runner.num_host_blocks,
+            num_slots=runner.num_slots,
+            num_host_slots=runner.num_host_slots,
             costs=runner.costs,
             namespace=self.namespace,
             connector=connector_scheduler,
@@ -143,6 +146,7 @@ class EngineCore:
             config=self.config,
             info=self.info,
             num_blocks=self.num_blocks,
+            num_slots=self._runner.num_slots,
             namespace=self.namespace,
         )
         if args := request.spec.params.extra_args:

@@ -54,6 +54,8 @@ class ModelRunner:
     info: ModelInfo
     num_blocks: int
     num_host_blocks: int
+    num_slots: int = 0
+    num_host_slots: int = 0
     costs: StepCosts
 
     def __init__(

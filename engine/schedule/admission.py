@@ -78,6 +78,7 @@ class Admission:
                 # A step in flight draws its last token.
                 self._stop_decoding(sequence, position, plan)
                 continue
+            self._note_decoded(sequence, position)
             sequence.count_computed()
             self._branches.register(sequence)
             self._transfers.saves.save_filled(sequence)
@@ -137,12 +138,12 @@ class Admission:
         blocks that other groups need; returns their number.
         """
         assert sequence.table is not None
-        lacks_room = not self._kv.can_append(sequence.table, end, end + num_tokens)
+        lacks_room = not self._kv.can_append(sequence.table, end, end + num_tokens, are_drafts=True)
         others_need_it = self._queues.waiting and self._queues.num_seats < self._config.max_running
         if lacks_room or others_need_it:
             num_tokens = min(num_tokens, -end % self._config.block_size)  # in the last block
         if num_tokens:
-            changes = self._kv.append(sequence.table, end, end + num_tokens)
+            changes = self._kv.append(sequence.table, end, end + num_tokens, are_drafts=True)
             plan.update_tables(sequence, changes)
         return num_tokens
 
@@ -164,6 +165,12 @@ class Admission:
         self._decoding.leave(sequence)
         sequence.settle()
         sequence.num_scheduled = position
+        self._note_decoded(sequence, position)
+
+    def _note_decoded(self, sequence: Sequence, position: int) -> None:
+        """Notes that steps were started for the tokens of a decoding sequence up to `position`."""
+        if self._kv.states is not None and sequence.table is not None:
+            self._kv.states.note_decoded(sequence.table, position)
 
     def _exceeds_partial(self, num_tokens: int, plan: StepPlan) -> bool:
         """Returns whether the step already computes parts of as many prompts as it may."""
@@ -175,6 +182,10 @@ class Admission:
         assert sequence.table is not None
         if not self._preemption.make_room(sequence.group, sequence.table, start, end, plan):
             return False
+        if sequence.is_row_new:
+            # As it was before: what a step reads may lie where the next state does not stay.
+            sequence.is_row_new = False
+            plan.update_tables(sequence, self._kv.whole(sequence.table))
         plan.update_tables(sequence, self._kv.append(sequence.table, start, end))
         return True
 

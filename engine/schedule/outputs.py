@@ -40,6 +40,7 @@ class OutputProcessor:
         guides: what may follow sequences.
         drafts: draft tokens; None without speculation.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
+        has_states: whether the model has recurrent layers.
         metrics: counts requests and the time between tokens.
         clock: monotonic seconds.
     """
@@ -55,6 +56,7 @@ class OutputProcessor:
         guides: Guides,
         drafts: Drafts | None,
         load_failure_policy: str,
+        has_states: bool,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
@@ -67,6 +69,7 @@ class OutputProcessor:
         self._guides = guides
         self._drafts = drafts
         self._load_failure_policy = load_failure_policy
+        self._has_states = has_states
         self._metrics = metrics
         self._clock = clock
 
@@ -248,9 +251,8 @@ class OutputProcessor:
         """Processes the tokens that a candidate draws: one, or several if its chunk has drafts."""
         group = sequence.group
         sequence.logprob += sum(result.logprobs)
-        num_before, num_known = sequence.num_computed, len(sequence.token_ids)
-        token_ids = self._append(sequence, result.token_ids)
-        num_accepted = sequence.num_computed - num_before
+        num_known = len(sequence.token_ids)
+        token_ids, num_accepted = self._append(sequence, result.token_ids)
         if chunk is not None and chunk.draft_work is not None and self._drafts is not None:
             num_known += len(result.token_ids)
             self._drafts.worked(sequence, chunk.draft_work, result.proposals, num_known)
@@ -270,24 +272,26 @@ class OutputProcessor:
                 output.rejected_drafts = num_drafts - num_right
         return outputs
 
-    def _append(self, sequence: Sequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
+    def _append(self, sequence: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Appends drawn tokens, until one ends the sequence; all but the last one were drafts, so
-        their KV is computed.
+        their KV is computed. States have not got them, so a model with states runs them again.
 
         Returns:
-            The tokens to send.
+            The tokens to send, and the number of drafts among the appended ones.
         """
         newest: tuple[int, ...] = ()
+        num_accepted = 0
         for index, token_id in enumerate(drawn):
             place = len(sequence.token_ids)
             sequence.token_ids.append(token_id)
             newest += self._guides.advance(sequence)
-            if index:
+            num_accepted = index
+            if index and not self._has_states:
                 sequence.num_computed += 1
                 sequence.num_scheduled += 1
             if sequence.finish_reason is not None or sequence.token_ids[place] != token_id:
                 break  # it has ended, or another token took the place of the drawn one
-        return newest
+        return newest, num_accepted
 
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
         if token_id < 0:

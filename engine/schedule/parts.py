@@ -82,6 +82,8 @@ class SchedulerParts:
         *,
         num_blocks: int,
         num_host_blocks: int,
+        num_slots: int = 0,
+        num_host_slots: int = 0,
         costs: StepCosts,
         namespace: bytes,
         connector: KvConnectorScheduler,
@@ -97,6 +99,8 @@ class SchedulerParts:
             info: the model's facts.
             num_blocks: KV blocks in the pool.
             num_host_blocks: KV blocks in the host pool.
+            num_slots: slots for states in the pool.
+            num_host_slots: slots in the host pool.
             costs: measured costs of computing and swapping, for preemption and loads.
             namespace: digest that block keys are rooted in.
             connector: scheduler half of the KV connector; a null connector if there is none.
@@ -106,12 +110,14 @@ class SchedulerParts:
             transfer_metrics: counts transfers; None discards them.
         """
         metrics = metrics or EngineMetrics()
-        spec = spec_of(config, info.windows)
+        spec = spec_of(config, info)
         kv = KvCacheManager(
             num_blocks,
             spec,
             enable_prefix_caching=config.enable_prefix_caching,
             num_host_blocks=num_host_blocks,
+            num_slots=num_slots,
+            num_host_slots=num_host_slots,
         )
         transfers = Transfers(
             connector,
@@ -161,6 +167,7 @@ class SchedulerParts:
                 guides,
                 drafts,
                 config.kv_load_failure_policy,
+                info.states is not None,
                 metrics,
                 clock,
             ),

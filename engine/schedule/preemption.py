@@ -57,11 +57,10 @@ class Preemption:
         """
         while not self._kv.can_append(table, start, end):
             plan.admits_none = True
-            num_missing = self._kv.num_missing(table, start, end)
-            num_coming = self._kv.pool.num_free + self._kv.num_fenced
-            if num_missing <= num_coming:
+            if self._kv.will_append(table, start, end):
                 return False  # steps in flight free them
-            if num_missing <= num_coming + self._transfers.prefetches.stop():
+            num_stopped = self._transfers.prefetches.stop()
+            if self._kv.will_append(table, start, end, num_freed=num_stopped):
                 return False  # the stopped prefetches free them
             if len(self._queues.running) == 1:
                 self._transfers.saves.yield_lent(group)
@@ -80,7 +79,7 @@ class Preemption:
         tables = [sequence.table for sequence in group.running if sequence.table is not None]
         assert len(tables) == len(group.running), "a running sequence has blocks"
         prefers = prefers_swap(self._config.preemption_mode, group, self._costs)
-        if prefers and self._kv.can_swap_out(tables):
+        if prefers and self._queues.rewind(group) and self._kv.can_swap_out(tables):
             group.swapped = self._kv.swap_out(tables, plan.step)
             plan.swapped.append(group)
             self.num_swap_preemptions += 1

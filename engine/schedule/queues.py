@@ -111,7 +111,7 @@ class GroupQueues:
         """Admits a waiting group, whose blocks are there: it occupies its seats."""
         _remove(self._waiting, group)
         group.num_held_seats = group.num_seats
-        self.num_seats += group.num_held_seats
+        self._count_seats(group.num_held_seats)
 
     def start_loading(self, group: SequenceGroup) -> None:
         """Lets an admitted group wait for the load into its blocks."""
@@ -156,6 +156,29 @@ class GroupQueues:
         for sequence in group.running:
             self._branches.unseat(sequence)
             sequence.num_scheduled = sequence.num_computed
+
+    def rewind(self, group: SequenceGroup) -> bool:
+        """Takes a stopped group's sequences back to where they can go on after a swap.
+
+        Without states that is where they are. With them, steps in flight have applied further
+        tokens to the current ones, so it is the last state that was kept.
+
+        Returns:
+            Whether all sequences have such a place.
+        """
+        states = self._kv.states
+        if states is None:
+            return True
+        running = [(s, s.table) for s in group.running if s.table is not None]
+        ends = [states.kept_end(table, sequence.num_computed) for sequence, table in running]
+        if not all(ends):
+            return False
+        group.beam_tops.clear()  # all beams draw again
+        for (sequence, table), end in zip(running, ends, strict=True):
+            self._branches.register(sequence)
+            states.rewind(table, end)
+            sequence.num_computed = sequence.num_scheduled = end
+        return True
 
     def wait_swapped(self, group: SequenceGroup) -> None:
         """Makes a stopped group wait, whose KV is on the host."""
@@ -218,7 +241,7 @@ class GroupQueues:
         """Frees the seat of a sequence that has ended."""
         if group.num_held_seats:
             group.num_held_seats -= 1
-            self.num_seats -= 1
+            self._count_seats(-1)
 
     def _num_needed(self, group: SequenceGroup) -> int:
         if group.swapped is not None:
@@ -239,8 +262,13 @@ class GroupQueues:
         self._free_seats(group)
 
     def _free_seats(self, group: SequenceGroup) -> None:
-        self.num_seats -= group.num_held_seats
+        self._count_seats(-group.num_held_seats)
         group.num_held_seats = 0
+
+    def _count_seats(self, change: int) -> None:
+        self.num_seats += change
+        if self._kv.states is not None:
+            self._kv.states.num_reserved = self.num_seats
 
 
 def _remove(groups: list[SequenceGroup], group: SequenceGroup) -> None:

@@ -85,19 +85,9 @@ class StepPlan:
         return bool(self._chunks)
 
     def update_tables(self, sequence: Sequence, changes: Iterable[TableChange]) -> None:
-        """Adds changes of a sequence's tables; for a new row, the whole tables instead."""
-        table, row = sequence.table, sequence.row
-        assert table is not None
-        if sequence.is_row_new:
-            sequence.is_row_new = False
-            changes = [
-                TableChange(layers, first, tuple(blocks[first:]))
-                for layers, (blocks, first) in enumerate(
-                    zip(table.blocks, table.first_live, strict=True)
-                )
-            ]
+        """Adds changes of a sequence's tables."""
         self._updates += [
-            TableUpdate(row, c.layer_group, c.first_index, c.block_ids) for c in changes
+            TableUpdate(sequence.row, c.layer_group, c.first_index, c.block_ids) for c in changes
         ]
 
     def add_chunk(

@@ -5,6 +5,7 @@ store, steps that raise, deadlines, aborts, and ids that are used again, tokens 
 blocks are conserved, and every request ends.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from baton.common.request.structured_outputs import StructuredOutputs
+from engine.kv_cache.spec import StateSpacing
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
@@ -44,45 +46,57 @@ DRAFTS = [
     for method, num in (("ngram", 2), ("suffix", 5))
 ] + [{"model": "fake", "num_speculative_tokens": 3}]
 WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
+CONFIGS = {
+    "max_num_batched_tokens": [1, 3, 7, 12, 20],
+    "max_num_seqs": [1, 3, 5, 8, 8],
+    "long_prefill_token_threshold": [None, None, 1, 3],
+    "max_num_partial_prefills": [1, 2],
+    "enable_prefix_caching": [False, True],
+    "preemption_mode": ["recompute", "swap", "swap", "auto"],
+    "async_scheduling": [False, True],
+    "pipeline_parallel_size": [1, 1, 2, 3],  # decodes in lanes
+    "speculative_config": [None, *DRAFTS],
+    "kv_load_failure_policy": ["recompute", "recompute", "fail"],
+    "kv_transfer_timeout_s": [2.0, 20.0],
+    "priority_ageing_s": [0.5, 100.0],
+    "kv_publish": ["off", "finish", "1", "2"],
+    "kv_transfer_layer_slices": [1, 2],
+}
+SETUP = {
+    "transfer_block_size": [1, 3, 4],
+    "windows": WINDOWS,
+    # Blocks between two states that a sequence keeps, and between two that stay cached, as a
+    # multiple of it; None for a model without states, as those go without a connector.
+    "states": [None, None, (1, 1), (1, 2), (2, 1), (3, 1)],
+    "num_slots": [1, 2, 3, 5, 8, 50],
+    "num_host_slots": [0, 2, 20],
+    "num_spare": [0, 1, 2, 4, 8],
+    "num_host_blocks": [0, 4, 50, 50],
+    "submits": ["now", "late"],
+    "lends": [False, True],
+    "prefetches": [False, True],
+    "ends_in_steps": [False, True],
+}
 
 
 class Cluster(RuleBasedStateMachine):
     """Requests go to prefill and with their handoff to decode, or to one engine alone."""
 
     @initialize(
-        transfer_block_size=st.sampled_from([1, 3, 4]),
         transfer_blocks=st.just((1, 1, 1)) | st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 3),
-        windows=st.sampled_from(WINDOWS),
-        num_spare=st.sampled_from([0, 1, 2, 4, 8]),
-        num_host_blocks=st.sampled_from([0, 4, 50, 50]),
-        submits=st.sampled_from(["now", "late"]),
-        lends=st.booleans(),
-        prefetches=st.booleans(),
-        ends_in_steps=st.booleans(),
         config=st.fixed_dictionaries(
-            {
-                "max_num_batched_tokens": st.sampled_from([1, 3, 7, 12, 20]),
-                "max_num_seqs": st.sampled_from([1, 3, 5, 8, 8]),
-                "long_prefill_token_threshold": st.sampled_from([None, None, 1, 3]),
-                "max_num_partial_prefills": st.integers(1, 2),
-                "enable_prefix_caching": st.booleans(),
-                "preemption_mode": st.sampled_from(["recompute", "swap", "swap", "auto"]),
-                "async_scheduling": st.booleans(),
-                "pipeline_parallel_size": st.sampled_from([1, 1, 2, 3]),  # decodes in lanes
-                "speculative_config": st.sampled_from([None, *DRAFTS]),
-                "kv_load_failure_policy": st.sampled_from(["recompute", "recompute", "fail"]),
-                "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
-                "priority_ageing_s": st.sampled_from([0.5, 100.0]),
-                "kv_publish": st.sampled_from(["off", "finish", "1", "2"]),
-                "kv_transfer_layer_slices": st.integers(1, 2),
-            }
+            {name: st.sampled_from(values) for name, values in CONFIGS.items()}
         ),
+        **{name: st.sampled_from(values) for name, values in SETUP.items()},
     )
     def start(
         self,
         transfer_block_size: int,
         transfer_blocks: tuple[int, int, int],
         windows: tuple[int | None, ...],
+        states: tuple[int, int] | None,
+        num_slots: int,
+        num_host_slots: int,
         num_spare: int,
         num_host_blocks: int,
         submits: str,
@@ -101,14 +115,24 @@ class Cluster(RuleBasedStateMachine):
             if None not in windows:
                 config["speculative_config"] = None  # refused by a runner
 
+        has_states = states is not None
+        if has_states:
+            self.prefetches = False
+            config["kv_publish"] = "off"
+
         def engine(role: str, num_parts: int) -> CheckedEngine:
-            info = fake_info(num_parts * transfer_block_size, MAX_MODEL_LEN, windows=windows)
+            block_size = num_parts * transfer_block_size
+            info = fake_info(block_size, MAX_MODEL_LEN, windows=windows, has_states=has_states)
+            if states is not None:
+                config["state_interval"] = states[0] * block_size
             return CheckedEngine(
                 info,
                 _blocks_of_largest(info, config) + num_spare,
-                store=self.store,
+                store=None if has_states else self.store,
                 clock=lambda: self.now,
                 num_host_blocks=num_host_blocks,
+                num_slots=num_slots if has_states else 0,
+                num_host_slots=num_host_slots if has_states else 0,
                 submits=submits,
                 lends=lends,
                 ends_in_steps=ends_in_steps,
@@ -120,6 +144,12 @@ class Cluster(RuleBasedStateMachine):
         self.engines = tuple(map(engine, roles, transfer_blocks))
         for each in self.engines:
             each.watch()
+            if states is not None:  # requests are shorter than the interval of a real engine
+                interval = states[0] * each.info.layout.block_size
+                spacing = StateSpacing(interval, interval * states[1])
+                spec = replace(each.core.scheduler.kv.spec, states=spacing)
+                each.core.scheduler.kv.states._spec = spec
+                each.core.scheduler.kv._prefixes._spec = spec
 
     # Requests.
 
@@ -321,6 +351,8 @@ class Cluster(RuleBasedStateMachine):
         """Checks that as many sequences run at once as the configuration allows."""
         num_layer_groups = len(engine.info.windows)
         count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_layer_groups)
+        if engine.info.states is not None:
+            count = min(count, engine.runner.num_slots)
         if engine.hands_over:
             return
         requests = [
@@ -405,6 +437,73 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
         for index, (expected, num_tokens) in enumerate(every)
     ]
     return replace(request, progress=tuple(progress))
+
+
+def walk(seed: int, num_operations: int, *, has_states: bool) -> None:
+    """Runs random operations, of which most make requests run: Hypothesis prefers short runs."""
+    draw = random.Random(seed)
+    cluster = Cluster()
+    setup = {name: draw.choice(values) for name, values in SETUP.items()}
+    states = draw.choice([states for states in SETUP["states"] if states])
+    setup["states"] = states if has_states else None
+    cluster.start(
+        transfer_blocks=tuple(draw.choices(range(1, 5), k=3)),
+        config={name: draw.choice(values) for name, values in CONFIGS.items()},
+        **setup,
+    )
+
+    def add() -> None:
+        pattern = draw.choice([(0,), (1, 0), (0, 0, 1), (0, 0, 0, 0, 0, 1)])
+        beams = {"length_penalty": draw.choice([-1.0, 0.0, 1.0]), "early_stopping": True}
+        cluster.add(
+            engine=draw.choice([1, 2, 2, 0]),
+            prompt=(pattern * MAX_MODEL_LEN)[: draw.randint(1, MAX_MODEL_LEN - 2)],
+            num_copies=draw.randint(1, 3),
+            max_tokens=draw.choice([1, 2, 5, 9, 14]),
+            stop_token_ids=frozenset(draw.choice([(), (), (1,)])),
+            seed=draw.randint(0, 2),
+            num_candidates=draw.choice([1, 1, 2, 3]),
+            num_returned=draw.randint(1, 3),
+            beam_search=draw.choice([None, None, None, beams]),
+            num_logprobs=(draw.choice([None, None, 1]), draw.choice([None, None, None, 1])),
+            regex=draw.choice(["", "", "", "", "......"]),
+            num_resumed=draw.choice([[], [], [draw.randint(1, 7)] * draw.randint(1, 3)]),
+            priority=draw.randint(0, 2),
+            salt=draw.choice(["", "", "", "tenant"]),
+            timeout_s=draw.choice([None, None, None, 30]),
+        )
+
+    def mishap() -> None:
+        cluster.inject_mishap(draw.randint(0, 2), draw.randint(0, 50), draw.choice(MISHAPS))
+
+    def end_transfer() -> None:
+        cluster.end_transfer(draw.randint(0, 2), draw.randint(0, 50), draw.random() < 0.3)
+
+    operations = [
+        (4, add),
+        (6, lambda: cluster.step(draw.randint(0, 2), draw.randint(1, 12))),
+        (2, lambda: cluster.run_all(draw.randint(1, 8))),
+        (0 if has_states else 3, end_transfer),
+        (1, mishap),
+    ]
+    for _, operation in draw.choices(
+        operations, [weight for weight, _ in operations], k=num_operations
+    ):
+        operation()
+    cluster.teardown()
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_random_walks_with_states(first: int) -> None:
+    for seed in range(first, first + 20):
+        walk(seed, 40, has_states=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_random_walks() -> None:
+    for seed in range(1000, 1400):
+        walk(seed, 100, has_states=seed % 4 > 0)
 
 
 TestCluster = Cluster.TestCase

@@ -139,6 +139,8 @@ class CheckedEngine:
         store: the connector's store; None runs without a connector.
         clock: the engine's clock.
         num_host_blocks: KV blocks in the host pool.
+        num_slots: slots for states, if the model has some.
+        num_host_slots: slots in the host pool.
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
         ends_in_steps: whether transfers end while steps compute.
@@ -154,6 +156,8 @@ class CheckedEngine:
         store: Store | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         num_host_blocks: int = 0,
+        num_slots: int = 0,
+        num_host_slots: int = 0,
         submits: str = "late",
         lends: bool = False,
         ends_in_steps: bool = False,
@@ -172,6 +176,8 @@ class CheckedEngine:
             info,
             num_blocks,
             num_host_blocks=num_host_blocks,
+            num_slots=num_slots,
+            num_host_slots=num_host_slots,
             max_rows=self.config.max_running,
             submits=submits,
         )
@@ -205,7 +211,10 @@ class CheckedEngine:
         """Queues a request; checks that the engine refuses one that can never fit."""
         request = checked.request
         submitted = replace(request, hands_over=self.hands_over)
-        if num_blocks_needed(submitted, self.config, self.info) > self.core.num_blocks:
+        num_branches = 1 if self.hands_over else request.spec.params.num_candidates
+        lacks_slots = self.info.states is not None and num_branches > self.runner.num_slots
+        needed = num_blocks_needed(submitted, self.config, self.info)
+        if lacks_slots or needed > self.core.num_blocks:
             with pytest.raises(ResourceExhaustedError):
                 self.core.check(request)
             return
@@ -308,6 +317,7 @@ class CheckedEngine:
         assert not has_work(self.core)
         assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (0, 0, 0)
         assert load.num_free_blocks == self.core.num_blocks, "a block leaked"
+        assert self.core.scheduler.kv.pool.num_free_slots == self.runner.num_slots, "a slot leaked"
         assert load.num_swapped_blocks == 0, "a host block leaked"
 
     def _check_runner(self) -> None:

@@ -9,7 +9,7 @@ from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout, StatePart
 from tests.support.draw_params import GREEDY
 
 VOCAB_SIZE = 2
@@ -21,6 +21,7 @@ def fake_info(
     *,
     vocab_size: int = VOCAB_SIZE,
     windows: tuple[int | None, ...] = (None,),
+    has_states: bool = False,
 ) -> ModelInfo:
     """Returns a model's description; at least one window must exceed 1 to carry any context."""
     assert any(window is None or window > 1 for window in windows)
@@ -31,6 +32,7 @@ def fake_info(
         fingerprint=b"fake",
         layout=KvLayout(2, 1, block_size, 1, "float32"),
         windows=windows,
+        states=StateLayout(1, (StatePart("sum", 1, 1, "float32"),)) if has_states else None,
     )
 
 

@@ -3,6 +3,8 @@
 The "KV cache" is a table of slots that records for which layer group and which
 token prefix each was written. A step reads every slot that its windows see,
 before it writes and after, so a wrong, stale or foreign block is detected at once.
+The states of recurrent layers are the tokens that were applied to them, so a token that
+is applied twice, or never, is detected as well.
 The drawn token is a function of the whole sequence and, unless the draw is greedy,
 of the seed.
 """
@@ -80,12 +82,18 @@ class _Work:
     row: FakeRow
     start: int
     token_ids: Prefix
+    num_drafts: int
     is_broken: bool
     context: Prefix = field(default=())  # all tokens before `start`, as the cache has them
 
     @property
     def sequence(self) -> Prefix:
         return self.context + self.token_ids
+
+    @property
+    def known_end(self) -> int:
+        """Position after the last token that is no draft."""
+        return self.start + len(self.token_ids) - self.num_drafts
 
 
 class FakeRunner:
@@ -101,12 +109,16 @@ class FakeRunner:
         num_blocks: int,
         *,
         num_host_blocks: int = 0,
+        num_slots: int = 0,
+        num_host_slots: int = 0,
         max_rows: int = 1024,
         submits: str = "now",
     ) -> None:
         self.info = info
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
+        self.num_slots = num_slots
+        self.num_host_slots = num_host_slots
         self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
         self.turn_wait_s = 0.0
         self.failures: list[Exception] = []
@@ -120,7 +132,9 @@ class FakeRunner:
         self.num_raised_in_row = 0
         # kv_pool[block][offset] is the slot that was written there last.
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
-        self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
+        # Behind the blocks lie the slots for states, each a list of one prefix.
+        self.kv_pool += [[None] for _ in range(num_slots)]
+        self.host_pool: list[list[Slot | None] | None] = [None] * (num_host_blocks + num_host_slots)
         self.rows: dict[int, FakeRow] = {}
         self.on_layers: LayersComputed | None = None
         self._max_rows = max_rows
@@ -202,7 +216,7 @@ class FakeRunner:
         self._decode_rows = batch.decode_rows
 
     def _row(self, row: int) -> FakeRow:
-        return self.rows.setdefault(row, FakeRow([{} for _ in self.info.windows]))
+        return self.rows.setdefault(row, FakeRow([{} for _ in range(self.info.num_layer_groups)]))
 
     def _update_table(self, update: TableUpdate) -> None:
         end = update.first_index + len(update.block_ids)
@@ -210,8 +224,10 @@ class FakeRunner:
         self._check(0 <= update.first_index <= end <= limit, "a table is longer than the model")
         self._check(0 <= update.row < self._max_rows, "there is no such row")
         table = self._row(update.row).tables[update.layer_group]
+        is_of_states = update.layer_group == len(self.info.windows)
         for index, block in enumerate(update.block_ids, update.first_index):
-            self._check(0 <= block < self.num_blocks, "there is no such block")
+            exists = -1 <= block < self.num_slots if is_of_states else 0 <= block < self.num_blocks
+            self._check(exists, "there is no such block")
             table[index] = block
 
     def _start_chunk(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> _Work:
@@ -226,7 +242,9 @@ class FakeRunner:
             (row.draw,) = chunk.draws
             row.history = chunk.history + chunk.token_ids
             row.last_token = INVALID_TOKEN  # until the draw, which may not happen
-        return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
+        return _Work(
+            chunk.row, row, chunk.start_position, chunk.token_ids, chunk.num_drafts, is_broken
+        )
 
     def _continues_sequence(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
         """Whether the row still has the sequence of the previous batch.
@@ -244,7 +262,7 @@ class FakeRunner:
         row = self._row(row_id)
         self._check(row.last_token is not None, "a row that has drawn nothing decodes")
         is_broken = row.last_token == INVALID_TOKEN
-        work = _Work(row_id, row, row.position, (row.last_token,), is_broken)
+        work = _Work(row_id, row, row.position, (row.last_token,), 0, is_broken)
         row.history += work.token_ids
         row.position += 1
         row.last_token = INVALID_TOKEN
@@ -274,6 +292,8 @@ class FakeRunner:
         sound = [work for work in works if not work.is_broken]
         for work in sound:
             work.context = self._context(work)
+        if self.info.states is not None:
+            self._apply_states(works)
         written: set[tuple[int, int]] = set()
         for work in works:
             self._write(work, written)
@@ -298,6 +318,36 @@ class FakeRunner:
                 slot = self._read(work.row, layer_group, position)
                 is_right = slot == (layer_group, sequence[: position + 1])
                 self._check(is_right, "a foreign or stale slot is read")
+
+    def _apply_states(self, works: Sequence[_Work]) -> None:
+        """Reads and stores states by the rule of kernels (`engine.kv_cache.state_slots`)."""
+        sources = {work.row_id: self._source(work) for work in works if work.start}
+        targets = {work.row_id: self._targets(work) for work in works}
+        for work in works:
+            others = {slot for row, slot in sources.items() if row != work.row_id}
+            others |= {slot for row, ends in targets.items() if row != work.row_id for slot in ends}
+            is_alone = others.isdisjoint(targets[work.row_id])
+            self._check(is_alone, "a slot is written that another row uses")
+            if work.start and not work.is_broken:
+                (state,) = self.kv_pool[sources[work.row_id]]
+                self._check(state == work.context, "a state is not that of the tokens before")
+        for work in works:
+            for slot, end in targets[work.row_id].items():
+                self.kv_pool[slot] = [(INVALID_TOKEN,) if work.is_broken else work.sequence[:end]]
+
+    def _source(self, work: _Work) -> int:
+        index = (work.start - 1) // self.info.layout.block_size
+        number = work.row.tables[-1].get(index, -1)
+        self._check(number >= 0, "a state is read where none is kept")
+        return self.num_blocks + number
+
+    def _targets(self, work: _Work) -> dict[int, int]:
+        """Returns the slots that a share stores states to, each with the position stored last."""
+        size, table, end = self.info.layout.block_size, work.row.tables[-1], work.known_end
+        ends = [position for position in range(work.start + 1, end) if position % size == 0]
+        numbers = {position: table.get((position - 1) // size, -1) for position in (*ends, end)}
+        self._check(numbers[end] >= 0, "a sequence has no current slot")
+        return {self.num_blocks + n: position for position, n in numbers.items() if n >= 0}
 
     def _write(self, work: _Work, written: set[tuple[int, int]]) -> None:
         for layer_group in range(len(self.info.windows)):

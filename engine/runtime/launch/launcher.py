@@ -243,7 +243,7 @@ class Launcher:
                 model=self._loaded.model,
                 kv=view_blocks(pool, self._layout),
                 layer_slots=self._layer_slots,
-                num_layer_groups=len(info.windows),
+                num_layer_groups=info.num_layer_groups,
                 block_size=info.layout.block_size,
                 max_rows=config.max_running,
                 max_tokens=config.max_num_batched_tokens,

@@ -75,7 +75,7 @@ class Pools:
             drafter: the draft model; None without one.
             ranks: all ranks of the engine, whose pools are equal; None for one rank.
         """
-        spec, max_len = spec_of(config, info.windows), info.max_model_len
+        spec, max_len = spec_of(config, info), info.max_model_len
         num_bytes = default_cpu_bytes(plan) if free_bytes is None else free_bytes
         if free_bytes is not None and drafter is not None:
             num_bytes = max(0, free_bytes - drafter.fixed_bytes)

@@ -75,6 +75,8 @@ def test_every_field_can_be_given(tmp_path):
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=1234,
         num_gpu_blocks_override=11,
+        num_state_slots=12,
+        state_interval=16,
         kv_connector="shm://",
         kv_publish="3",
         kv_load_failure_policy="fail",

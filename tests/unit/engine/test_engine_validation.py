@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.common.errors import ConfigurationError, InvalidArgumentError, ResourceExhaustedError
 from baton.common.request.request_spec import ReasoningMarks
 from engine import validation
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress
-from engine.validation import check_request, num_blocks_needed
+from engine.validation import check_request, check_states, num_blocks_needed
 from tests.support.fake_runner import fake_config, fake_info
 from tests.support.requests import changed, engine_request
 
@@ -23,6 +23,28 @@ def check(request=REQUEST, *, num_blocks=100, **config):
     check_request(
         request, config=fake_config(**config), info=INFO, num_blocks=num_blocks, namespace=b"n"
     )
+
+
+def test_candidates_of_a_model_with_states_need_a_slot_each():
+    info = fake_info(block_size=4, max_model_len=64, has_states=True)
+    request, config = changed(REQUEST, n=3), fake_config()
+
+    def check_with(num_slots: int) -> None:
+        check_request(
+            request, config=config, info=info, num_blocks=99, num_slots=num_slots, namespace=b"n"
+        )
+
+    check_with(3)
+    with pytest.raises(ResourceExhaustedError, match=r"needs 3 slots .* has 2 \(--num-state-slots"):
+        check_with(2)
+
+
+def test_a_model_with_states_has_no_connector():
+    info = fake_info(block_size=4, max_model_len=64, has_states=True)
+    check_states(fake_config(), info)
+    check_states(fake_config(kv_connector="shm://"), INFO)
+    with pytest.raises(ConfigurationError, match=r"--kv-connector is shm://; .* their states yet"):
+        check_states(fake_config(kv_connector="shm://"), info)
 
 
 def progress(*candidates):

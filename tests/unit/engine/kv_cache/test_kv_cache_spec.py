@@ -1,10 +1,13 @@
 """`KvCacheSpec`: block counts of layer groups, compared with counts by brute force."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec, group_layers, spec_of
+from tests.support.fake_model import fake_info
 
 WINDOWS = st.none() | st.integers(1, 9)
 SPECS = st.builds(
@@ -48,9 +51,11 @@ def test_layers_with_one_window_are_one_layer_group() -> None:
 
 def test_overlapped_steps_keep_the_blocks_of_one_more_chunk() -> None:
     options = {"model": "m", "block_size": 8, "max_num_batched_tokens": 100}
-    assert spec_of(EngineConfig(**options), (None, 9)) == KvCacheSpec(8, (None, 9), 100)
+    assert spec_of(EngineConfig(**options), fake_info(8, 99, windows=(None, 9))) == KvCacheSpec(
+        8, (None, 9), 100
+    )
     config = EngineConfig(**options, async_scheduling=True, long_prefill_token_threshold=30)
-    assert spec_of(config, (None,)) == KvCacheSpec(8, (None,), 60)
+    assert spec_of(config, fake_info(8, 99)) == KvCacheSpec(8, (None,), 60)
 
 
 def test_layer_groups_of_the_gemma_3_pattern() -> None:
@@ -111,7 +116,7 @@ def test_max_live_suffices_while_a_step_is_in_flight(
         max_num_batched_tokens=max_chunk,
         async_scheduling=is_async,
     )
-    spec = spec_of(config, (window,))
+    spec = spec_of(config, replace(fake_info(block_size, 99), windows=(window,)))
     lengths = [min(length, max_chunk) for length in chunks] + [1] * num_decoded
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
