@@ -1,9 +1,10 @@
 """Least times of a decoder's work: its operations and bytes over the machine's ceilings. Pure.
 
-The floors are lower bounds. Each step reads the weights once. A run has as many steps as its
-longest answer has tokens. A prefix that prompts share is computed once. Only tokens that draw the
-next one go through the last layer. Reading KV, norms and sampling cost nothing. If the ceilings are
-medians of a machine whose speed changes, a good round may be faster than its floor.
+The floors are lower bounds. Each step reads the weights once, of a mixture of experts those of a
+token's experts. A run has as many steps as its longest answer has tokens. A prefix that prompts
+share is computed once. Only tokens that draw the next one go through the last layer. Reading KV,
+norms and sampling cost nothing. If the ceilings are medians of a machine whose speed changes, a
+good round may be faster than its floor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class ModelShape:
     """A decoder's size.
 
     Attributes:
-        num_body_weights: weights of all layers.
+        num_body_weights: weights of all layers that a token uses.
         num_layers: number of layers, all of one size.
         num_head_weights: weights of the output projection, which tokens that draw the next one use.
         num_attention_features: layers times query heads times the size of a head.
@@ -55,7 +56,7 @@ class ModelShape:
 
         Args:
             config: the fields of its config.json.
-            num_weights: how many weights it has.
+            num_weights: how many weights it has; of a mixture of experts, how many a token uses.
             dtype: the type that it computes in.
         """
         width = config["hidden_size"]

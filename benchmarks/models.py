@@ -80,11 +80,21 @@ _QWEN3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": True,
 }
+# About 0.5B weights, of which a token uses 60M.
+_QWEN3_MOE: dict[str, Any] = _LLAMA | {
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+}
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": ("Llama", _LLAMA | {"intermediate_size": 2048}),
     "llama-120m": ("Llama", _LLAMA | {"intermediate_size": 2816}),
     "qwen2-0.5b": ("Qwen2", _QWEN2),
     "qwen3-0.6b": ("Qwen3", _QWEN3),
+    "qwen3-moe-0.5b": ("Qwen3Moe", _QWEN3_MOE),
     "llama-3.1-8b": ("Llama", _LLAMA_8B),
 }
 """By name: the family and the shape. The shape of qwen2-0.5b is the real one's except for a smaller

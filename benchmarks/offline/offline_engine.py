@@ -356,7 +356,7 @@ def read_shape(config: EngineConfig) -> tuple[ModelShape, str]:
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
     shape = ModelShape(
-        num_body_weights=num_weights - num_tables * head,
+        num_body_weights=num_weights - num_tables * head - model.num_unused_weights,
         num_layers=model.num_layers,
         num_head_weights=head,
         num_attention_features=model.num_layers * model.num_heads * model.head_dim,

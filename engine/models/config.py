@@ -78,6 +78,11 @@ class ModelConfig(ABC):
     def mlp_size(self) -> int:
         """Width of the layers' MLP between its projections."""
 
+    @property
+    def num_unused_weights(self) -> int:
+        """Number of the model's weights that a token does not use: of experts it did not choose."""
+        return 0
+
     def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Returns the size of what a layer keeps beside its hidden states, Q, K, V and its MLP.
 
@@ -170,6 +175,11 @@ class DecoderConfig(ModelConfig):
     def mlp_size(self) -> int:
         shared_width = 0 if self.experts is None else self.experts.shared_width
         return max(self.intermediate_size, shared_width)
+
+    @property
+    @override
+    def num_unused_weights(self) -> int:
+        return 0 if self.experts is None else self.experts.num_unused(self.hidden_size)
 
     @override
     def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:

@@ -120,6 +120,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 8,
             "num_experts": 128,
         },
+        "olmoe": _OLMO
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+        },
         "mixtral": _DECODER
         | {
             "intermediate_size": 14336,

@@ -50,6 +50,11 @@ class ExpertsConfig:
         is_joined = any(name.endswith(_JOINED_NAME) for name in names)
         return replace(self, storage=ExpertStorage.JOINED) if is_joined else self
 
+    def num_unused(self, hidden_size: int) -> int:
+        """Returns the number of weights of all experts that a token did not choose."""
+        unchosen = self.num_experts - self.rule.top_k
+        return sum(self.is_sparse) * unchosen * 3 * hidden_size * self.width
+
     def workspace_bytes(self, hidden_size: int, num_tokens: int, itemsize: int) -> int:
         """Returns the size of the states of each expert of each token, in and after its layers, and
         of the layers' inputs in the order of their kernels.

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from engine.models.config import DecoderConfig, QkNorm, decoder_config
-from engine.models.config_fields import ConfigFieldError, ConfigFields
+from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.expert_config import experts_config
 from kernels import RoutingRule
 
-__all__ = ["mixtral_config", "qwen2_moe_config", "qwen3_moe_config"]
+__all__ = ["mixtral_config", "olmoe_config", "qwen2_moe_config", "qwen3_moe_config"]
 
 
 def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
@@ -45,6 +45,17 @@ def mixtral_config(fields: ConfigFields) -> DecoderConfig:
         "up_proj": "w3",
     }
     return replace(decoder_config(fields), experts=experts, names=names)
+
+
+def olmoe_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of an OLMoE model: norms over whole projections of Q and K."""
+    if fields.raw("clip_qkv") is not None:
+        raise unsupported("clip_qkv", fields.raw("clip_qkv"))
+    return replace(
+        decoder_config(fields),
+        qk_norm=QkNorm.PROJECTION,
+        experts=experts_config(fields, _softmax_rule(fields), width_field="intermediate_size"),
+    )
 
 
 def _softmax_rule(fields: ConfigFields) -> RoutingRule:

@@ -17,7 +17,12 @@ from engine.models.decoder_families import (
     qwen3_config,
     smollm3_config,
 )
-from engine.models.expert_families import mixtral_config, qwen2_moe_config, qwen3_moe_config
+from engine.models.expert_families import (
+    mixtral_config,
+    olmoe_config,
+    qwen2_moe_config,
+    qwen3_moe_config,
+)
 from engine.models.gpt2 import Gpt2
 from engine.models.hybrid import Lfm2, lfm2_config
 from engine.models.layers import CausalModel
@@ -68,6 +73,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
         "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),
         "MixtralForCausalLM": ModelFamily("mixtral", mixtral_config, Decoder),
+        "OlmoeForCausalLM": ModelFamily("olmoe", olmoe_config, Decoder),
         "Qwen2MoeForCausalLM": ModelFamily("qwen2_moe", qwen2_moe_config, Decoder),
         "Qwen3MoeForCausalLM": ModelFamily("qwen3_moe", qwen3_moe_config, Decoder),
         "SmolLM3ForCausalLM": ModelFamily("smollm3", smollm3_config, Decoder),

@@ -29,6 +29,7 @@ DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min":
 DIVIDED = [
     ("qwen3_moe", {"tensor_parallel_size": 2}),
     ("qwen2_moe", {"tensor_parallel_size": 2, "async_scheduling": True}),
+    ("olmoe", {"tensor_parallel_size": 2}),
     ("mixtral", {"pipeline_parallel_size": 3}),
     ("qwen3_moe_mixed", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("qwen2_moe", {"speculative_config": DRAFTING, "max_num_batched_tokens": 48}),
@@ -36,7 +37,7 @@ DIVIDED = [
 
 
 @needs_ranks
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(("variant", "flags"), DIVIDED)
 def test_tokens_do_not_depend_on_ranks_stages_and_drafts(
     variant: str, flags: dict[str, object]

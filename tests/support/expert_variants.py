@@ -25,6 +25,10 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2_moe": ("qwen2_moe", {**_SMALL, "shared_expert_intermediate_size": 48}),
+    "olmoe": (
+        "olmoe",
+        {"num_experts": 5, "num_experts_per_tok": 4, "intermediate_size": 24},
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": 11},
