@@ -380,7 +380,7 @@ async def test_garbage_behind_a_request_does_not_become_part_of_its_answer():
         writer.write(post(LONG))
         await reader.readuntil(b"data: ")
         writer.write(b"\x00\r\n\r\n")
-        assert b"400" not in await rest_of(reader)
+        assert b" 400 " not in await rest_of(reader)  # of a status line; ids may have these digits
         writer.close()
 
 
