@@ -33,7 +33,7 @@ FULL = (
             *("--primitive", "paged_attention", "--primitive", "rotate_and_write_kv"),
             *("--primitive", "gather_blocks", "--primitive", "scatter_blocks"),
             *("--primitive", "draw_tokens", "--primitive", "rms_norm"),
-            *("--primitive", "linear_silu_and_mul", "--primitive", "linear"),
+            *("--primitive", "linear_gated", "--primitive", "linear"),
         ),
         120,
     ),

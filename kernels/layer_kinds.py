@@ -5,7 +5,7 @@ The values are the codes of `kernels/native/src/commands.h`, and constants of Tr
 
 from enum import Enum
 
-__all__ = ["NormKind"]
+__all__ = ["Activation", "NormKind"]
 
 
 class NormKind(Enum):
@@ -17,3 +17,21 @@ class NormKind(Enum):
     """It is multiplied in float32, and the product is rounded (OLMo 2, gpt-oss)."""
     OFFSET = 2
     """As `WIDE`, but the factor is 1 + weight (Gemma)."""
+
+
+class Activation(Enum):
+    """A function of single numbers, between the products of an MLP or as a gate.
+
+    The code 0 stands for none.
+    """
+
+    SILU = 1
+    """`x * sigmoid(x)`."""
+    GELU = 2
+    """`x * (1 + erf(x / sqrt(2))) / 2`."""
+    GELU_TANH = 3
+    """`x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2`."""
+    RELU = 4
+    """`max(x, 0)`."""
+    SIGMOID = 5
+    """`1 / (1 + exp(-x))`."""

@@ -16,7 +16,7 @@ class WeightUse(Enum):
     LINEAR = "linear"
     """`linear`, and `embed` if an embedding is the output head too."""
     GATED_LINEAR = "gated"
-    """`linear_silu_and_mul`: the rows are two halves, gate and up."""
+    """`linear_gated`: the rows are two halves, gate and up."""
     LOOKUP = "lookup"
     """`embed` alone."""
 

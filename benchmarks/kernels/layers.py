@@ -22,7 +22,7 @@ from benchmarks.kernels.case import (
     product_cost,
     rows_in_words,
 )
-from kernels import WeightUse
+from kernels import Activation, WeightUse
 
 __all__ = [
     "embed_cases",
@@ -77,7 +77,7 @@ def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) ->
     num_outputs, num_inputs = 2 * shape.num_gated, shape.width
     for num_rows in sizes.product_rows:
         yield Case(
-            "linear_silu_and_mul",
+            "linear_gated",
             f"gate, up {num_outputs} x {num_inputs}",
             rows_in_words(num_rows),
             product_cost(num_rows, num_outputs, num_inputs, dtype.itemsize),
@@ -114,7 +114,7 @@ def _gated_calls(
 ) -> Sequence[Call]:
     hidden = numbers.normal(num_rows, num_inputs)
     return [
-        partial(numbers.module.linear_silu_and_mul, hidden, weight)
+        partial(numbers.module.linear_gated, hidden, weight, None, Activation.SILU)
         for weight in numbers.weights(num_outputs, num_inputs, WeightUse.GATED_LINEAR, num_copies)
     ]
 

@@ -41,7 +41,7 @@ MakeCases = Callable[[DecoderShape, torch.dtype, Sizes], Iterator[Case]]
 PRIMITIVES: Mapping[str, MakeCases] = MappingProxyType(
     {
         "linear": linear_cases,
-        "linear_silu_and_mul": gated_linear_cases,
+        "linear_gated": gated_linear_cases,
         "paged_attention": attention_cases,
         "rotate_and_write_kv": rotation_cases,
         "rms_norm": norm_cases,

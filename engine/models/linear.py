@@ -19,7 +19,7 @@ from typing_extensions import override
 
 import kernels
 from engine.models.tensor_parts import OrderedRows, StoredModule, TensorPart, transposed_parts
-from kernels import Cut, RankGroup, Weight, WeightUse
+from kernels import Activation, Cut, RankGroup, Weight, WeightUse
 
 __all__ = [
     "Embedding",
@@ -256,7 +256,7 @@ class GatedLinear(_JoinedLayers):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]`."""
-        return kernels.linear_silu_and_mul(hidden, self.weight, self.bias)
+        return kernels.linear_gated(hidden, self.weight, self.bias, Activation.SILU)
 
 
 def _as_cut(features: int | Cut) -> Cut:

@@ -17,6 +17,7 @@ __all__ = [
     "COMBINE_EXPERTS",
     "DRAW_TOKENS",
     "EXPERT_LINEAR",
+    "GATE_ROWS",
     "GATHER_COLUMNS",
     "LINEAR",
     "PAGED_ATTENTION",
@@ -74,8 +75,8 @@ def _command(code: int, fields: str) -> CommandType:
     )
 
 
-LINEAR = _command(0, "i pi ii pi p pi i wi i")
-TAKE_ROWS = _command(1, "i piii ii pi w i")
+LINEAR = _command(0, "i pi ii pi p pi ii dd wi i")
+TAKE_ROWS = _command(1, "i piii ii pi d pi w i")
 RMS_NORM = _command(2, "i pi ii p d i pi w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp di pp i w iiiii p")
@@ -86,9 +87,10 @@ DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi w")
 GATHER_COLUMNS = _command(10, "i pii w")
 ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
-EXPERT_LINEAR = _command(12, "i pi ii p iii p i pp w")
+EXPERT_LINEAR = _command(12, "i pi ii p iii p ii pp w")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
 SHORT_CONV = _command(14, "i pi ii pp piii i p w")
+GATE_ROWS = _command(15, "i pi pi ii i w")
 
 
 class NativeKernels:

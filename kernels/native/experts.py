@@ -6,6 +6,7 @@ from kernels import reference
 from kernels.dispatch import NATIVE
 from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
 from kernels.host import fresh_zeros
+from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.native.ops import is_vector, make_weight, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight
@@ -96,6 +97,7 @@ def expert_linear(
         width,
         0 if bias is None else bias.data_ptr(),
         is_gated,
+        Activation.SILU.value if is_gated else 0,
         routing.rows.data_ptr() if gathers else 0,
         routing.starts.data_ptr(),
         out.data_ptr(),

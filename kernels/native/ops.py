@@ -10,7 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.layer_kinds import NormKind
+from kernels.layer_kinds import Activation, NormKind
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
@@ -22,9 +22,10 @@ from kernels.weights import Weight, WeightUse
 __all__ = [
     "embed",
     "embed_part",
+    "gate_rows",
     "is_vector",
     "linear",
-    "linear_silu_and_mul",
+    "linear_gated",
     "make_weight",
     "mark_step",
     "record_step",
@@ -34,8 +35,6 @@ __all__ = [
     "run_command",
     "take_rows",
 ]
-
-_NO_ACTIVATION, _SILU_AND_MUL = 0, 1
 
 
 @NATIVE.implements(reference.make_weight)
@@ -52,11 +51,27 @@ def make_weight(
 
 
 @NATIVE.implements(reference.embed)
-def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Gives zeros for an id that is no row of the weight, where the reference raises an error."""
+def embed(
+    token_ids: torch.Tensor,
+    weight: Weight,
+    *,
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Takes zeros for an id that is no row of the weight, where the reference raises an error."""
     out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
+    if addend is not None:
+        addend = _residual_rows(addend, out.dtype, out.shape)
     is_packed = isinstance(weight, PackedWeight)
-    _take_rows(weight.data, token_ids, out, is_packed=is_packed, held=(0, weight.num_rows))
+    _take_rows(
+        weight.data,
+        token_ids,
+        out,
+        is_packed=is_packed,
+        held=(0, weight.num_rows),
+        scale=scale,
+        addend=addend,
+    )
     return out
 
 
@@ -92,15 +107,51 @@ def linear(
     residual: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    return _linear(hidden, weight, bias, residual, _NO_ACTIVATION, out_dtype or hidden.dtype)
+    return _linear(
+        hidden,
+        weight,
+        bias,
+        residual,
+        is_gated=False,
+        activation=activation,
+        scale=scale,
+        cap=cap,
+        out_dtype=out_dtype or hidden.dtype,
+    )
 
 
-@NATIVE.implements(reference.linear_silu_and_mul)
-def linear_silu_and_mul(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+@NATIVE.implements(reference.linear_gated)
+def linear_gated(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    return _linear(hidden, weight, bias, None, _SILU_AND_MUL, hidden.dtype)
+    return _linear(
+        hidden, weight, bias, None, is_gated=True, activation=activation, out_dtype=hidden.dtype
+    )
+
+
+@NATIVE.implements(reference.gate_rows)
+def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+    assert values.shape == gates.shape
+    assert values.dtype == gates.dtype
+    values, gates = _rows(values), _rows(gates)
+    out = torch.empty(values.shape, dtype=values.dtype)
+    run_command(
+        commands.GATE_ROWS,
+        ELEMENT_TYPES[values.dtype],
+        values.data_ptr(),
+        values.stride(0),
+        gates.data_ptr(),
+        gates.stride(0),
+        *values.shape,
+        activation.value,
+        out.data_ptr(),
+        keep=(values, gates, out),
+    )
+    return out
 
 
 @NATIVE.implements(reference.rms_norm)
@@ -197,8 +248,12 @@ def _linear(
     weight: Weight,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    activation: int,
+    *,
+    is_gated: bool,
+    activation: Activation | None,
     out_dtype: torch.dtype,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
     assert isinstance(weight, PackedWeight)
     rows = _rows(hidden)
@@ -206,7 +261,7 @@ def _linear(
     assert rows.shape[1] == weight.num_columns
     assert out_dtype in (torch.float32, rows.dtype)
     assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
-    out_features = weight.num_rows // 2 if activation else weight.num_rows
+    out_features = weight.num_rows // 2 if is_gated else weight.num_rows
     if residual is not None:
         residual = _residual_rows(residual, rows.dtype, (len(rows), out_features))
     out = torch.empty((len(rows), out_features), dtype=out_dtype)
@@ -220,7 +275,10 @@ def _linear(
         out_features,
         0 if bias is None else bias.data_ptr(),
         *_residual_fields(residual),
-        activation,
+        is_gated,
+        0 if activation is None else activation.value,
+        scale,
+        cap or 0.0,
         out.data_ptr(),
         out_features,
         out_dtype == torch.float32,
@@ -236,6 +294,8 @@ def _take_rows(
     *,
     is_packed: bool,
     held: tuple[int, int],
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
     keeps_address: bool = False,
 ) -> None:
     """Looks up rows.
@@ -246,6 +306,8 @@ def _take_rows(
         out: memory for them.
         is_packed: whether the matrix is a packed weight.
         held: number of the matrix's first row, and how many rows it has.
+        scale: factor on the rows.
+        addend: added to the rows; `out` then has the matrix's type, as with a scale.
         keeps_address: whether `out` is the caller's, so that a recording writes there.
     """
     rows = rows.contiguous()
@@ -261,6 +323,8 @@ def _take_rows(
         *held,
         rows.data_ptr(),
         len(rows),
+        scale,
+        *_residual_fields(addend),
         out.data_ptr(),
         out.dtype == torch.float32,
         keep=(matrix,) if keeps_address else (matrix, out),

@@ -7,8 +7,9 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
 from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
-from kernels.reference.linear import silu_and_mul
+from kernels.reference.pointwise import gate_rows
 from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
@@ -106,7 +107,10 @@ def expert_linear(
             inputs = hidden[routing.rows[start:end]] if gathers else hidden[start:end]
             matrix = _dense(weight.expert(number))
             sums = F.linear(inputs, matrix, None if bias is None else bias[number])
-            out[start:end] = silu_and_mul(sums) if is_gated else sums
+            if is_gated:
+                gate, up = sums.chunk(2, dim=-1)
+                sums = gate_rows(up, gate, Activation.SILU)
+            out[start:end] = sums
     return out
 
 

@@ -4,15 +4,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
+from kernels.layer_kinds import Activation
+from kernels.reference.pointwise import activate, gate_rows
 from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = [
     "embed",
     "embed_part",
     "linear",
-    "linear_silu_and_mul",
+    "linear_gated",
     "make_weight",
-    "silu_and_mul",
     "take_rows",
 ]
 
@@ -39,9 +40,28 @@ def make_weight(
 
 
 @kernel("weight.data.device", "weight.data.dtype")
-def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Looks up rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
-    return F.embedding(token_ids, _dense(weight))
+def embed(
+    token_ids: torch.Tensor,
+    weight: Weight,
+    *,
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Looks up rows of an embedding, and computes `rows * scale + addend`.
+
+    Args:
+        token_ids: `[num_tokens]` int64.
+        weight: the embedding.
+        scale: factor, whose product is rounded.
+        addend: `[num_tokens, num_columns]` of the weight's type.
+
+    Returns:
+        `[num_tokens, num_columns]`.
+    """
+    embedded = F.embedding(token_ids, _dense(weight))
+    if scale != 1.0:
+        embedded = embedded * scale
+    return embedded if addend is None else embedded + addend
 
 
 @kernel("weight.data.device", "weight.data.dtype")
@@ -89,8 +109,11 @@ def linear(
     residual: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """Computes `hidden @ weight.T + bias + residual`.
+    """Computes `cap(scale * activation(hidden @ weight.T + bias)) + residual`.
 
     Args:
         hidden: `[rows, num_columns]`.
@@ -99,37 +122,44 @@ def linear(
         residual: `[rows, num_rows]`, which must not overlap `hidden`; its memory may be reused for
             the result.
         out_dtype: of the result; None for that of `hidden`.
+        activation: applied to sums that are rounded to the type of `hidden`; None for none.
+        scale: a factor.
+        cap: numbers x become `cap * tanh(x / cap)` (arXiv:2408.00118); None leaves them unchanged.
 
     Returns:
         `[rows, num_rows]`.
     """
     out = F.linear(hidden, _dense(weight), bias)
+    if activation is not None:
+        out = activate(out, activation)
+    if out_dtype is not None and residual is None:
+        out = out.to(out_dtype)
+    if scale != 1.0:
+        out = out * scale
+    if cap is not None:
+        out = cap * torch.tanh(out / cap)
     if residual is not None:
         out = residual + out
     return out if out_dtype is None else out.to(out_dtype)
 
 
 @kernel("weight.data.device", "weight.data.dtype")
-def linear_silu_and_mul(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+def linear_gated(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    """Computes `silu(hidden @ gate.T) * (hidden @ up.T)`.
+    """Computes `activation(hidden @ gate.T) * (hidden @ up.T)`.
 
     Args:
         hidden: `[rows, num_columns]`.
         weight: made for `WeightUse.GATED_LINEAR`: `gate` above `up`.
-        bias: `[num_rows]`, the gate's above that of `up`.
+        bias: `[num_rows]`, the gate's above that of `up`; or None.
+        activation: of the gate.
 
     Returns:
         `[rows, num_rows / 2]`.
     """
-    return silu_and_mul(F.linear(hidden, _dense(weight), bias))
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `silu(gate) * up` of adjacent gate and up: `[..., 2 * size] -> [..., size]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    gate, up = F.linear(hidden, _dense(weight), bias).chunk(2, dim=-1)
+    return gate_rows(up, gate, activation)
 
 
 def _dense(weight: Weight) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Norms, rotary positions and maxima, in plain torch."""
+"""Norms, activations, rotary positions and maxima, in plain torch."""
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
-from kernels.layer_kinds import NormKind
+from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import Rotation
 
-__all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
+__all__ = ["activate", "apply_rotary", "gate_rows", "rms_norm", "rotary_angles", "row_maxima"]
 
 
 @kernel("hidden.device", "hidden.dtype")
@@ -36,6 +37,32 @@ def rms_norm(
         factors = weight.float() + 1.0 if kind is NormKind.OFFSET else weight.float()
         normed = (wide * factors).to(hidden.dtype)
     return normed if residual is None else residual + normed
+
+
+@kernel("values.device", "values.dtype")
+def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Computes `values * activation(gates)`.
+
+    Args:
+        values: `[rows, size]`, any strides.
+        gates: as `values`.
+        activation: of the gates.
+
+    Returns:
+        `[rows, size]`, contiguous.
+    """
+    return (activate(gates, activation) * values).contiguous()
+
+
+def activate(values: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Applies an activation to each number."""
+    if activation is Activation.SILU:
+        return F.silu(values)
+    if activation is Activation.RELU:
+        return F.relu(values)
+    if activation is Activation.SIGMOID:
+        return values.sigmoid()
+    return F.gelu(values, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

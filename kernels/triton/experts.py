@@ -7,15 +7,17 @@ import triton.language as tl
 from kernels import reference
 from kernels.dispatch import TRITON
 from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
-from kernels.triton.pointwise import with_dense_columns
+from kernels.triton.pointwise import activate, with_dense_columns
 from kernels.weights import DenseWeight, WeightUse
 
 __all__ = ["combine_experts", "expert_linear", "route_experts"]
 
 _PAIRS_PER_BLOCK = 1024
+_SILU = tl.constexpr(Activation.SILU.value)
 
 
 @TRITON.implements(reference.route_experts)
@@ -241,7 +243,7 @@ def _expert_linear_kernel(
         )
         if bias is not None:
             up += tl.load(biases + width, mask=has_output, other=0.0).to(tl.float32)[None, :]
-        sums = _silu(sums.to(out.dtype.element_ty).to(tl.float32))
+        sums = activate(sums.to(out.dtype.element_ty).to(tl.float32), _SILU)
         sums *= up.to(out.dtype.element_ty).to(tl.float32)
     places = out + slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = has_slot[:, None] & has_output[None, :]
@@ -272,13 +274,6 @@ def _products(
         )
         sums = product(left, right, sums)
     return sums
-
-
-@triton.jit
-def _silu(values):
-    """Returns `values * sigmoid(values)`."""
-    power = tl.exp(-tl.abs(values))  # never overflows
-    return values * tl.where(values < 0, power, 1.0) / (1.0 + power)
 
 
 @TRITON.implements(reference.combine_experts)

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: cuBLAS for products, Triton for the gate of an MLP."""
+"""Linear layers on a GPU: cuBLAS for products, Triton for what follows them."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -7,11 +7,12 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
+from kernels.layer_kinds import Activation
 from kernels.triton.launch import launch_table
-from kernels.triton.pointwise import with_dense_columns
+from kernels.triton.pointwise import activate, gate_rows
 from kernels.weights import DenseWeight, Weight
 
-__all__ = ["linear", "linear_silu_and_mul", "silu_and_mul"]
+__all__ = ["linear", "linear_gated"]
 
 
 @TRITON.implements(reference.linear)
@@ -22,58 +23,69 @@ def linear(
     residual: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """Adds into the memory of `residual`, if there is one, and rounds the sum once."""
-    matrix = _dense(weight)
-    if out_dtype not in (None, hidden.dtype):
-        return _linear_into(out_dtype, hidden, matrix, bias, residual)
-    if residual is None:
-        return F.linear(hidden, matrix, bias)
-    if bias is not None:
-        residual.add_(bias)
-    return residual.addmm_(hidden, matrix.t())
+    """Adds into the memory of `residual`, if there is one.
 
-
-@TRITON.implements(reference.linear_silu_and_mul)
-def linear_silu_and_mul(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    return silu_and_mul(F.linear(hidden, _dense(weight), bias))
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `silu(gate) * up` of adjacent gate and up: `[rows, 2 * size] -> [rows, size]`.
-
-    Args:
-        gate_up: contiguous rows at any distance.
+    The sum is rounded once, unless there is an activation or a cap.
     """
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    gate_up = with_dense_columns(gate_up)
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    launch = launch_table(gate_up.device).pointwise.for_size(size)
-    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, launch.block_size))](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        size,
+    matrix = _dense(weight)
+    if activation is not None or cap is not None:
+        out = linear(hidden, weight, bias, out_dtype=out_dtype)
+        _finish(out, activation, scale, cap)
+        return out if residual is None else out.add_(residual)
+    if out_dtype not in (None, hidden.dtype):
+        return _linear_into(out_dtype, hidden, matrix, bias, residual, scale)
+    if residual is None:
+        out = F.linear(hidden, matrix, bias)
+        return out if scale == 1.0 else out.mul_(scale)
+    if bias is not None:
+        residual.add_(bias, alpha=scale)
+    return residual.addmm_(hidden, matrix.t(), alpha=scale)
+
+
+@TRITON.implements(reference.linear_gated)
+def linear_gated(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
+) -> torch.Tensor:
+    gate, up = F.linear(hidden, _dense(weight), bias).chunk(2, dim=-1)
+    return gate_rows(up, gate, activation)
+
+
+def _finish(
+    sums: torch.Tensor, activation: Activation | None, scale: float, cap: float | None
+) -> None:
+    """Replaces contiguous sums by `cap(scale * activation(sums))`."""
+    launch = launch_table(sums.device).pointwise.for_size(sums.numel())
+    _finish_kernel[(triton.cdiv(sums.numel(), launch.block_size),)](
+        sums,
+        sums.numel(),
+        scale,
+        1.0 if cap is None else cap,
+        ACTIVATION=0 if activation is None else activation.value,
+        HAS_CAP=cap is not None,
         BLOCK=launch.block_size,
         num_warps=launch.num_warps,
     )
-    return out
 
 
-@triton.jit
-def _silu_and_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr):
-    """`out = gate * sigmoid(gate) * up`; program (i, j) computes block j of row i."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < size
-    start = gate_up + row * row_stride
-    gate = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(start + size + columns, mask=mask, other=0.0).to(tl.float32)
-    power = tl.exp(-tl.abs(gate))  # never overflows
-    sigmoid = tl.where(gate < 0, power, 1.0) / (1.0 + power)
-    tl.store(out + row * size + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
+@triton.jit(do_not_specialize=["size"])  # or each number of rows might compile it again
+def _finish_kernel(
+    sums, size, scale, cap, ACTIVATION: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`sums = cap(scale * activation(sums))`; program i computes block i."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    values = tl.load(sums + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = activate(values, ACTIVATION) * scale
+    if HAS_CAP:
+        # tanh(|x|) = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)), and nothing overflows.
+        power = tl.exp(-2.0 * tl.abs(values) / cap)
+        capped = cap * ((1.0 - power) / (1.0 + power))
+        values = tl.where(values < 0.0, -capped, capped)
+    tl.store(sums + offsets, values.to(sums.dtype.element_ty), mask=mask)
 
 
 def _linear_into(
@@ -82,15 +94,19 @@ def _linear_into(
     matrix: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     """Computes sums in `out_dtype` without rounding them to the inputs' type."""
     if hidden.is_cuda:
         out = torch.mm(hidden, matrix.t(), out_dtype=out_dtype)
     else:  # torch has no such product on the CPU
         out = hidden.to(out_dtype) @ matrix.t().to(out_dtype)
-    for addend in (bias, residual):
-        if addend is not None:
-            out += addend
+    if bias is not None:
+        out += bias
+    if scale != 1.0:
+        out *= scale
+    if residual is not None:
+        out += residual
     return out
 
 

@@ -1,4 +1,4 @@
-"""Norms, rotary angles and maxima, in Triton."""
+"""Norms, gates, rotary angles and maxima, in Triton."""
 
 import torch
 import triton
@@ -6,13 +6,24 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
-from kernels.layer_kinds import NormKind
+from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import Rotation
 from kernels.triton.launch import launch_table
 
-__all__ = ["rms_norm", "rotary_angles", "row_maxima", "times_weight", "with_dense_columns"]
+__all__ = [
+    "activate",
+    "gate_rows",
+    "rms_norm",
+    "rotary_angles",
+    "row_maxima",
+    "times_weight",
+    "with_dense_columns",
+]
 
 _WIDE, _OFFSET = tl.constexpr(NormKind.WIDE.value), tl.constexpr(NormKind.OFFSET.value)
+_SILU, _GELU = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation.GELU.value)
+_GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
+_RELU, _SIGMOID = tl.constexpr(Activation.RELU.value), tl.constexpr(Activation.SIGMOID.value)
 
 
 @TRITON.implements(reference.rms_norm)
@@ -85,6 +96,71 @@ def times_weight(normed, weight, like, KIND: tl.constexpr):
     if KIND == _OFFSET:
         return normed * (1.0 + weight)
     return normed.to(like.dtype.element_ty).to(tl.float32) * weight
+
+
+@TRITON.implements(reference.gate_rows)
+def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+    assert values.shape == gates.shape
+    num_rows, size = values.shape
+    values, gates = with_dense_columns(values), with_dense_columns(gates)
+    out = torch.empty((num_rows, size), dtype=values.dtype, device=values.device)
+    launch = launch_table(values.device).pointwise.for_size(size)
+    _gate_rows_kernel[(num_rows, triton.cdiv(size, launch.block_size))](
+        values,
+        gates,
+        out,
+        values.stride(0),
+        gates.stride(0),
+        size,
+        ACTIVATION=activation.value,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _gate_rows_kernel(
+    values,
+    gates,
+    out,
+    value_stride,
+    gate_stride,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out = values * activation(gates)`; program (i, j) computes block j of row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(gates + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(values + row * value_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gated = activate(gate, ACTIVATION) * value
+    tl.store(out + row * size + columns, gated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(values, ACTIVATION: tl.constexpr):
+    """Applies an `Activation` to float32 numbers; they are unchanged for 0."""
+    if ACTIVATION == _SILU:
+        return values * _sigmoid(values)
+    if ACTIVATION == _GELU:
+        return values * 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
+    if ACTIVATION == _GELU_TANH:  # (1 + tanh(u)) / 2 = sigmoid(2u)
+        cubic = 0.044715 * values * values * values
+        return values * _sigmoid(1.5957691216057308 * (values + cubic))
+    if ACTIVATION == _RELU:
+        return tl.where(values < 0.0, 0.0, values)
+    if ACTIVATION == _SIGMOID:
+        return _sigmoid(values)
+    return values
+
+
+@triton.jit
+def _sigmoid(values):
+    power = tl.exp(-tl.abs(values))  # never overflows
+    return tl.where(values < 0, power, 1.0) / (1.0 + power)
 
 
 @TRITON.implements(reference.rotary_angles)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import NormKind, WeightUse
+from kernels import Activation, NormKind, WeightUse
 from tests.support.attention_cases import make_case
 from tests.support.checkpoints import prompt_of
 from tests.support.kernel_checks import DTYPES, filled_weight, native_only, normal, on_threads
@@ -20,7 +20,7 @@ from tests.support.paged_session import PagedSession, loaded
 
 pytestmark = native_only("torch's sums depend on the size of a batch")
 
-LAYERS = ["linear", "head", "gated", "norm", "post norm"]
+LAYERS = ["linear", "head", "gated", "capped", "norm", "post norm"]
 ROW_RANGES = [(first, first + count) for count in (*range(1, 30), 48, 60) for first in (0, 40)]
 SEQ_LEN = 330
 CHUNKS = [*[(start, 1) for start in (0, 1, 63, 64, 127, 128, 200, 329)], (1, 2), (60, 9)]
@@ -36,7 +36,10 @@ def layers(dtype):
     return {
         "linear": lambda rows, part: kernels.linear(rows, plain, bias, residual[part]),
         "head": lambda rows, part: kernels.linear(rows, plain, out_dtype=torch.float32),
-        "gated": lambda rows, part: kernels.linear_silu_and_mul(rows, gated),
+        "gated": lambda rows, part: kernels.linear_gated(rows, gated, None, Activation.SILU),
+        "capped": lambda rows, part: kernels.linear(
+            rows, plain, bias, activation=Activation.GELU_TANH, scale=3.0, cap=2.0
+        ),
         "norm": lambda rows, part: kernels.rms_norm(rows, norm, 1e-5),
         "post norm": lambda rows, part: kernels.rms_norm(
             rows, norm, 1e-5, kind=NormKind.OFFSET, residual=rows

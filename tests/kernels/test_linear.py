@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import WeightUse
+from kernels import Activation, WeightUse, reference
 from tests.support.kernel_checks import (
     DTYPES,
     IS_NATIVE,
@@ -17,6 +17,7 @@ from tests.support.kernel_checks import (
     normal,
     product_bound,
 )
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -79,6 +80,58 @@ def test_linear_of_any_shape(rows, columns, outputs, **options):
     check_linear(rows, columns, outputs, **options)
 
 
+@pytest.mark.parametrize(
+    ("activation", "cap", "extras", "shape", "dtype"),
+    pairs(
+        [None, *Activation],
+        [None, 3.0],
+        ["", "bias, residual", "wide"],
+        [(1, 5, 33), (30, 64, 50)],
+        DTYPES,
+    ),
+)
+def test_activations_scales_and_caps(activation, cap, extras, shape, dtype):
+    rows, columns, outputs = shape
+    hidden = normal(rows, columns, dtype=dtype)
+    matrix = normal(outputs, columns, dtype=dtype, seed=1)
+    bias = normal(outputs, dtype=dtype, seed=2) if "bias" in extras else None
+    residual = normal(rows, outputs, dtype=dtype, seed=3) if "residual" in extras else None
+    out_dtype = torch.float32 if "wide" in extras else dtype
+    sums = hidden.double() @ matrix.double().T + (0 if bias is None else bias.double())
+    expected = sums if activation is None else reference.activate(sums, activation)
+    expected = expected * 1.5
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    out = kernels.linear(
+        hidden,
+        filled_weight(matrix),
+        bias,
+        None if residual is None else residual.clone(),
+        out_dtype=out_dtype,
+        activation=activation,
+        scale=1.5,
+        cap=cap,
+    )
+    assert out.dtype == out_dtype
+    # Slopes are below 1.2 times the scale. Sums may be rounded before, torch rounds each result.
+    eps = eps_of(dtype if activation or not IS_NATIVE else out_dtype)
+    bound = 1.8 * (product_bound(hidden, matrix) + eps * sums.abs())
+    bound += 2 * eps * expected.abs() + 4 * eps_of(torch.float32) * sums.abs()
+    if residual is not None:
+        expected = expected + residual.double()
+        bound += eps * expected.abs()
+    assert_within(out, expected, bound)
+
+
+@native_only("torch's tanh has other errors")
+def test_a_cap_keeps_the_digits_of_small_and_large_logits():
+    hidden = torch.logspace(-8, 3, 200).unsqueeze(1)
+    hidden = torch.cat((hidden, -hidden))
+    weight = filled_weight(torch.ones(1, 1))
+    out = kernels.linear(hidden, weight, out_dtype=torch.float32, cap=30.0)
+    expected = 30 * torch.tanh(hidden.double() / 30)
+    assert_within(out, expected, 4 * eps_of(torch.float32) * expected.abs())
+
+
 @native_only("torch rounds to the type of its operands first")
 def test_a_wide_result_of_narrow_operands_is_never_rounded_to_their_type():
     hidden, matrix = normal(3, 64, dtype=torch.bfloat16), normal(50, 64, dtype=torch.bfloat16)
@@ -115,21 +168,22 @@ def test_a_non_finite_row_does_not_affect_others(dtype):
         assert torch.equal(out[others], expected[others])
 
 
-def check_gated(rows, columns, outputs, dtype, *, bias, seed=0):
+def check_gated(rows, columns, outputs, dtype, *, bias, activation=Activation.SILU, seed=0):
     hidden = normal(rows, columns, dtype=dtype, seed=seed)
     matrix = (normal(2 * outputs, columns, seed=seed + 1) * 2 / columns**0.5).to(dtype)
     added = normal(2 * outputs, dtype=dtype, seed=seed + 2) if bias else None
-    out = kernels.linear_silu_and_mul(hidden, filled_weight(matrix, WeightUse.GATED_LINEAR), added)
+    weight = filled_weight(matrix, WeightUse.GATED_LINEAR)
+    out = kernels.linear_gated(hidden, weight, added, activation)
     sums = hidden.double() @ matrix.double().T + (0 if added is None else added.double())
     gate, up = sums.chunk(2, dim=1)
-    expected = gate * gate.sigmoid() * up
-    # Gate, up, silu and the product are each rounded to the type; |silu'| is below 1.1.
+    activated = reference.activate(gate, activation)
+    expected = activated * up
+    # Gate, up, activation and product are each rounded to the type; slopes are below 1.2.
     off = product_bound(hidden, matrix) + eps_of(dtype) * sums.abs()
     off_gate, off_up = off.chunk(2, dim=1)
-    silu = (gate * gate.sigmoid()).abs()
-    bound = (
-        1.1 * off_gate * (up.abs() + off_up) + silu * off_up + 4 * eps_of(dtype) * silu * up.abs()
-    )
+    bound = 1.2 * off_gate * (up.abs() + off_up)
+    bound += activated.abs() * (off_up + 4 * eps_of(dtype) * up.abs())
+    bound += 2 * eps_of(torch.float32) * (gate * up).abs()
     assert out.dtype == dtype
     assert_within(out, expected, bound)
 
@@ -150,6 +204,7 @@ def test_gated_linear(shape, bias, dtype):
     outputs=st.integers(1, 70),
     dtype=st.sampled_from(DTYPES),
     bias=st.booleans(),
+    activation=st.sampled_from(Activation),
     seed=st.integers(0, 1000),
 )
 def test_gated_linear_of_any_shape(rows, columns, outputs, **options):
@@ -162,7 +217,8 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(dtype):
     hidden = values.to(dtype).unsqueeze(1)
     matrix = torch.tensor([[1.0], [0.0]], dtype=dtype)  # gate is the value, up its bias
     weight = filled_weight(matrix, WeightUse.GATED_LINEAR)
-    out = kernels.linear_silu_and_mul(hidden, weight, torch.tensor([0.0, 1.0], dtype=dtype))
+    bias = torch.tensor([0.0, 1.0], dtype=dtype)
+    out = kernels.linear_gated(hidden, weight, bias, Activation.SILU)
     wide = hidden.double()
     # Results below the smallest normal number may be flushed to zero.
     bound = 3 * eps_of(dtype) * wide.abs() * wide.sigmoid() + 1e-35
@@ -179,6 +235,21 @@ def test_embed_gives_rows_bit_for_bit(columns, dtype, use):
     matrix = normal(100, columns, dtype=dtype)
     token_ids = torch.tensor(TOKENS)
     assert torch.equal(kernels.embed(token_ids, filled_weight(matrix, use)), matrix[token_ids])
+
+
+@pytest.mark.parametrize("use", [WeightUse.LOOKUP, WeightUse.LINEAR])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 31, 64])
+def test_embed_scales_rows_and_adds_others_as_torch_does(columns, dtype, use):
+    matrix, token_ids = normal(100, columns, dtype=dtype), torch.tensor(TOKENS)
+    weight, wide = filled_weight(matrix, use), normal(len(TOKENS), 200, dtype=dtype, seed=1)
+    scaled = kernels.embed(token_ids, weight, scale=1.7)
+    assert torch.equal(scaled, matrix[token_ids] * 1.7)
+    for addend in (wide[:, 40 : 40 + columns], wide[:, ::3][:, :columns]):
+        summed = kernels.embed(token_ids, weight, addend=addend)
+        assert torch.equal(summed, matrix[token_ids] + addend)
+        both = kernels.embed(token_ids, weight, scale=1.7, addend=addend)
+        assert torch.equal(both, scaled + addend)
 
 
 @pytest.mark.parametrize("use", [WeightUse.LOOKUP, WeightUse.LINEAR])

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import NormKind
+from kernels import Activation, NormKind, reference
 from tests.support.kernel_checks import DTYPES, assert_within, eps_of, normal
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -94,6 +95,33 @@ def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
     assert torch.equal(out[[0, 3]], expected[[0, 3]])
     assert not out[1].any()
     assert out[2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("size", "activation", "dtype"), pairs([1, 7, 16, 33, 2050], [*Activation], DTYPES)
+)
+def test_gate_rows(size, activation, dtype):
+    wide = normal(5, 2 * size + 6, dtype=dtype)[:, 4 : 4 + 2 * size] * 4
+    gates, values = wide.chunk(2, dim=-1)
+    for parts in ((values, gates), (values.clone(), gates), (values.T.contiguous().T, gates)):
+        out = kernels.gate_rows(*parts, activation)
+        assert out.is_contiguous()
+        assert out.dtype == dtype
+        expected = reference.activate(gates.double(), activation) * values.double()
+        # The activation and the product are rounded; torch's forms cancel digits below zero.
+        bound = (eps_of(dtype) + 8 * (1 + gates.double().abs()) * EPS32) * expected.abs()
+        bound = bound + 2 * EPS32 * (gates.double() * values.double()).abs()
+        assert_within(out, expected, bound)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_of_numbers_far_from_zero(activation):
+    numbers = torch.tensor([-1e30, -1e4, -90.0, -15.0, -0.0, 15.0, 90.0, 1e4, 1e30, torch.nan])
+    gates = numbers.repeat(2, 3)
+    out = kernels.gate_rows(torch.ones_like(gates), gates, activation)
+    expected = reference.activate(gates.double(), activation).nan_to_num()
+    assert out[:, 9::10].isnan().all()
+    assert_within(out.nan_to_num(), expected, 3e-6 * (1 + expected.abs()))
 
 
 @pytest.mark.parametrize("amplitude", [1.0, 1.37])

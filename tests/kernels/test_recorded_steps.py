@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
-from kernels import Arena, WeightUse
+from kernels import Activation, Arena, WeightUse
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only, normal
 
@@ -24,7 +24,7 @@ class Chain:
 
     def run(self):
         wide = kernels.linear(self.hidden, self.up)
-        gated = kernels.linear_silu_and_mul(wide, self._gate)
+        gated = kernels.linear_gated(wide, self._gate, None, Activation.SILU)
         first = kernels.rms_norm(gated, self._norm, 1e-6)
         again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows with a stride
         return kernels.rms_norm(again, self._norm, 1e-6)

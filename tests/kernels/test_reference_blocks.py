@@ -7,7 +7,6 @@ import torch
 
 import kernels
 from kernels import dispatch, reference
-from kernels.reference.linear import silu_and_mul
 from kernels.reference.pointwise import apply_rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -113,14 +112,6 @@ def test_rotary_rotates_pairs_by_their_angle():
     expected = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     torch.testing.assert_close(
         turned.double(), torch.cat([expected.real, expected.imag], -1), atol=1e-6, rtol=1e-6
-    )
-
-
-def test_silu_and_mul():
-    gate, up = torch.randn(2, 3, 7)
-    expected = gate.double() * torch.sigmoid(gate.double()) * up.double()
-    torch.testing.assert_close(
-        silu_and_mul(torch.cat([gate, up], -1)).double(), expected, atol=1e-6, rtol=1e-6
     )
 
 

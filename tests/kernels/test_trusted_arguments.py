@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import QkNorms, Rotation, WeightUse
+from kernels import Activation, QkNorms, Rotation, WeightUse
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import filled_weight, native_only, normal
 
@@ -39,7 +39,7 @@ def test_linear_refuses_wrong_types_and_shapes(hidden, bias, residual, out_dtype
 
 def test_a_gated_layer_refuses_a_bias_for_half_of_it():
     with pytest.raises(AssertionError):
-        kernels.linear_silu_and_mul(HIDDEN, GATED, normal(20))
+        kernels.linear_gated(HIDDEN, GATED, normal(20), Activation.SILU)
 
 
 @pytest.mark.parametrize("token_ids", [torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2).long()])
@@ -48,6 +48,18 @@ def test_embed_and_take_rows_refuse_wrong_token_ids(token_ids):
         kernels.embed(token_ids, WEIGHT)
     with pytest.raises(AssertionError):
         kernels.take_rows(HIDDEN, token_ids)
+
+
+@pytest.mark.parametrize("addend", [normal(2, 8), normal(3, 7), normal(3, 8).bfloat16()])
+def test_embed_refuses_wrong_addends(addend):
+    with pytest.raises(AssertionError):
+        kernels.embed(torch.zeros(3).long(), WEIGHT, addend=addend)
+
+
+@pytest.mark.parametrize("gates", [normal(2, 8), normal(3, 7), normal(3, 8).bfloat16()])
+def test_gate_rows_refuses_wrong_gates(gates):
+    with pytest.raises(AssertionError):
+        kernels.gate_rows(HIDDEN, gates, Activation.SILU)
 
 
 @pytest.mark.parametrize("weight", [normal(7), normal(8).bfloat16(), normal(16)[::2]])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import WeightUse
+from kernels import Activation, WeightUse
 from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only, normal
 
 USES = [WeightUse.LINEAR, WeightUse.LOOKUP]
@@ -57,8 +57,8 @@ def test_a_gated_weight_may_be_filled_in_parts_in_any_order(half, boundaries, dt
     for first, count in data.draw(st.permutations(parts)):
         weight.rows(first, count).copy_(matrix[first : first + count])
     whole = filled_weight(matrix, WeightUse.GATED_LINEAR)
-    out = kernels.linear_silu_and_mul(hidden, weight)
-    assert torch.equal(out, kernels.linear_silu_and_mul(hidden, whole))
+    out = kernels.linear_gated(hidden, weight, None, Activation.SILU)
+    assert torch.equal(out, kernels.linear_gated(hidden, whole, None, Activation.SILU))
 
 
 SOURCES = {

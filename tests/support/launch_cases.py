@@ -14,6 +14,7 @@ import torch
 
 from kernels import (
     DRAW_RECORD,
+    Activation,
     Cut,
     DrawTable,
     NormKind,
@@ -80,7 +81,11 @@ def _pointwise(dtype=BF16) -> None:
         hidden, weight = torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype)
         pointwise.rms_norm(hidden, weight, 1e-6, kind=kind, residual=hidden)
     weight = reference.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
-    linear.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
+    plain = reference.make_weight(1024, 16, dtype, CPU, WeightUse.LINEAR)
+    for activation in Activation:
+        linear.linear_gated(torch.zeros(3, 16, dtype=dtype), weight, None, activation)
+        linear.linear(torch.zeros(3, 16, dtype=dtype), plain, activation=activation)
+    linear.linear(torch.zeros(3, 16, dtype=dtype), plain, out_dtype=FP32, cap=30.0)
 
 
 def _experts(rows=1, dtype=BF16) -> None:

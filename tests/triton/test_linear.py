@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from kernels import WeightUse, reference
+from kernels import Activation, WeightUse, reference
 from kernels.triton import linear
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, product_bound
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -68,6 +69,38 @@ def test_a_residual_is_added_in_place_and_rounded_once(dtype):
     assert_within(out, expected, 1.01 * bound + eps_of(torch.float32) * expected.abs())
 
 
+@pytest.mark.parametrize(
+    ("activation", "cap", "extras", "dtype"),
+    pairs([None, *Activation], [None, 3.0], ["", "bias, residual", "wide"], DTYPES),
+)
+def test_activations_scales_and_caps(activation, cap, extras, dtype):
+    hidden = on_device(5, 33, dtype=dtype)
+    matrix = on_device(17, 33, dtype=dtype, seed=1) / 2
+    bias = on_device(17, dtype=dtype, seed=2) if "bias" in extras else None
+    residual = on_device(5, 17, dtype=dtype, seed=3) if "residual" in extras else None
+    sums = hidden.double() @ matrix.double().T + (0 if bias is None else bias.double())
+    expected = sums if activation is None else reference.activate(sums, activation)
+    expected = expected * 1.5
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    bound = 1.8 * (product_bound(hidden, matrix) + 2 * rounding_error(dtype) * (1 + sums.abs()))
+    if residual is not None:
+        bound += 2 * rounding_error(dtype) * expected.abs()
+        expected = expected + residual.double()
+    out_dtype = torch.float32 if "wide" in extras else dtype
+    out = linear.linear(
+        hidden,
+        filled_weight(matrix),
+        bias,
+        residual,
+        out_dtype=out_dtype,
+        activation=activation,
+        scale=1.5,
+        cap=cap,
+    )
+    assert out.dtype == out_dtype
+    assert_within(out, expected, bound + 2 * rounding_error(dtype) * expected.abs())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual")])
 def test_logits_are_never_rounded_to_the_type_of_the_weights(extras, dtype):
@@ -92,7 +125,7 @@ def test_gated(rows, columns, outputs, has_bias, dtype):
     matrix = on_device(2 * outputs, columns, dtype=dtype, seed=1) / columns**0.5
     bias = on_device(2 * outputs, dtype=dtype, seed=2) if has_bias else None
     weight = filled_weight(matrix, WeightUse.GATED_LINEAR)
-    out = linear.linear_silu_and_mul(hidden, weight, bias)
+    out = linear.linear_gated(hidden, weight, bias, Activation.SILU)
     wide = hidden.double() @ matrix.double().T + (0 if bias is None else bias.double())
     gate, up = wide.chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up

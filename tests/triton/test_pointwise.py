@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import NormKind, reference
+from kernels import Activation, NormKind, reference
 from kernels.triton import pointwise
-from kernels.triton.linear import silu_and_mul
 from tests.support.devices import DEVICE, IS_CUDA, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, spacing_at_zero
 from tests.support.pairs import pairs
@@ -109,23 +108,28 @@ def test_rms_norm_of_large_half_precision_values_does_not_overflow():
     assert torch.equal(pointwise.rms_norm(hidden, weight, 1e-6), torch.ones_like(hidden))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, 256, 257, 2050])
-def test_silu_and_mul(size, dtype):
-    gate_up = on_device(3, 2 * size + 6, dtype=dtype)[:, 4 : 4 + 2 * size] * 3
-    out = silu_and_mul(gate_up)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    expected = gate * torch.sigmoid(gate) * up
+@pytest.mark.parametrize(
+    ("size", "activation", "dtype"), pairs([1, 7, 257, 2050], [*Activation], DTYPES)
+)
+def test_gate_rows(size, activation, dtype):
+    both = on_device(3, 2 * size + 6, dtype=dtype)[:, 4 : 4 + 2 * size] * 3
+    gates, values = both.chunk(2, dim=-1)
+    out = pointwise.gate_rows(values, gates, activation)
+    wide = gates.double()
+    expected = reference.activate(wide, activation) * values.double()
     assert out.dtype == dtype
     assert out.is_contiguous()
-    # A GPU's exponential of x errs by the rounding of x as a power of 2.
-    bound = (rounding_error(dtype) + (8 + 2 * gate.abs()) * EPS32) * expected.abs()
+    # A GPU's exponential of x errs by the rounding of x as a power of 2, and 1 + erf(x) or
+    # 1 + tanh(x) by that of 1.
+    bound = (rounding_error(dtype) + (8 + 2 * wide.abs()) * EPS32) * expected.abs()
+    bound = bound + 2 * EPS32 * (wide * values.double()).abs()
     assert_within(out, expected, bound + spacing_at_zero(dtype))
 
 
-def test_silu_of_large_gates_is_zero_or_the_gate():
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU])
+def test_activations_of_large_gates_are_zero_or_the_gate(activation):
     gates = torch.tensor([[-1e4, -100.0, 100.0, 1e4, math.nan]], device=DEVICE)
-    out = silu_and_mul(torch.cat((gates, torch.ones_like(gates)), dim=1))[0]
+    out = pointwise.gate_rows(torch.ones_like(gates), gates, activation)[0]
     assert out[:4].tolist() == [0, pytest.approx(0, abs=1e-30), 100, 1e4]
     assert out[4].isnan()
 

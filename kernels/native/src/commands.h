@@ -14,7 +14,15 @@ namespace baton {
 
 enum class ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
-enum class Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
+// See kernels.Activation.
+enum class Activation : int64_t {
+  kNone = 0,
+  kSilu = 1,
+  kGelu = 2,
+  kGeluTanh = 3,
+  kRelu = 4,
+  kSigmoid = 5,
+};
 
 // The use of an RMS norm's weight; see kernels.NormKind.
 enum class NormKind : int64_t { kRounded = 0, kWide = 1, kOffset = 2 };
@@ -37,12 +45,15 @@ enum class Code : int64_t {
   kExpertLinear = 12,
   kCombineExperts = 13,
   kShortConv = 14,
+  kGateRows = 15,
 };
 
-// out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
+// out[m][n] = cap(scale * activation(sum over k of input[m][k] * weight[n][k] + bias[n])) +
+// residual[m][n], where cap(x) = soft_cap * tanh(x / soft_cap)
 //
-// `weight` is packed (see pack.h). With kSiluAndMul the weight's columns are pairs of gate and
-// up, 16 and 16 in each panel, and `out` has half as many columns.
+// `weight` is packed (see pack.h). If it is gated, its columns are pairs of gate and up, 16 and 16
+// in each panel; activation(gate) * up takes the place of the activation, and `out` has half as
+// many columns.
 struct Linear {
   ElementType element;  // of input, weight, bias, residual
   const void* input;
@@ -54,13 +65,20 @@ struct Linear {
   const void* bias;      // one per row of the unpacked weight; or null
   const void* residual;  // null for none
   int64_t residual_stride;
+  int64_t is_gated;
   Activation activation;
+  double scale;
+  double soft_cap;  // 0 for none
   void* out;
   int64_t out_stride;
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
-// out[m] = row rows[m] - first_row of a weight, or of any matrix; zeros if it has no such row
+// out[m] = row rows[m] - first_row of a weight, or of any matrix, * scale + addend[m]; zeros in
+// place of a row that it does not have
+//
+// A scale other than 1 and an addend need an `out` of the type `element`; the product is rounded
+// before the sum.
 struct TakeRows {
   ElementType element;
   const void* matrix;
@@ -71,7 +89,10 @@ struct TakeRows {
   int64_t num_matrix_rows;
   const int64_t* rows;
   int64_t num_rows;
-  void* out;              // [num_rows, num_columns]
+  double scale;
+  const void* addend;  // [num_rows, num_columns], or null
+  int64_t addend_stride;
+  void* out;             // [num_rows, num_columns]
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
@@ -281,7 +302,8 @@ struct ExpertLinear {
   int64_t expert_words;  // of an expert's weight
   int64_t out_features;
   const void* bias;  // or null
-  Activation activation;
+  int64_t is_gated;
+  Activation activation;  // of gates
   const int32_t* rows;
   const int32_t* starts;
   void* out;  // [num_slots, out_features]
@@ -326,6 +348,19 @@ struct ShortConv {
   void* out;  // [num_tokens, channels]
 };
 
+// out[m] = values[m] * activation(gates[m])
+struct GateRows {
+  ElementType element;
+  const void* values;
+  int64_t values_stride;
+  const void* gates;
+  int64_t gates_stride;
+  int64_t num_rows;
+  int64_t size;
+  Activation activation;
+  void* out;  // [num_rows, size]
+};
+
 constexpr int64_t kMaxFields = 32;
 
 struct Command {
@@ -368,5 +403,6 @@ void run(const RouteExperts&, Workers&);
 void run(const ExpertLinear&, Workers&);
 void run(const CombineExperts&, Workers&);
 void run(const ShortConv&, Workers&);
+void run(const GateRows&, Workers&);
 
 }  // namespace baton

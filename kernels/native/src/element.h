@@ -112,6 +112,31 @@ struct Bfloat16 {
 #endif
 };
 
+// The values as if they were stored in a tensor of this type between two operations.
+template <class E>
+Floats rounded(Floats values) {
+  typename E::Stored stored[kLanes];
+  E::narrow_lanes(stored, values);
+  return E::widen_lanes(stored);
+}
+
+// out[i] = body(a[i], b[i]), computed on Floats; `out` may be `a` or `b`.
+template <class E, class Body>
+void combine_rows(const typename E::Stored* a, const typename E::Stored* b, int64_t size,
+                  typename E::Stored* out, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    E::narrow_lanes(out + i, body(E::widen_lanes(a + i), E::widen_lanes(b + i)));
+  }
+  if (i == size) return;
+  typename E::Stored last_a[kLanes] = {}, last_b[kLanes] = {};
+  const auto num_bytes = static_cast<size_t>(size - i) * sizeof *out;
+  std::memcpy(last_a, a + i, num_bytes);
+  std::memcpy(last_b, b + i, num_bytes);
+  E::narrow_lanes(last_a, body(E::widen_lanes(last_a), E::widen_lanes(last_b)));
+  std::memcpy(out + i, last_a, num_bytes);
+}
+
 template <class E>
 constexpr int64_t groups_of(int64_t num_elements) {
   return (num_elements + E::kGroup - 1) / E::kGroup;

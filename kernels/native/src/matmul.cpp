@@ -1,8 +1,9 @@
-// Linear layers over packed weights; row look-ups in packed weights and other matrices.
+// Linear layers over packed weights.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 
+#include "activations.h"
 #include "commands.h"
 #include "pack.h"
 #include "tile.h"
@@ -13,7 +14,6 @@ namespace {
 // Size of the packed operands that all panels are multiplied with before the next ones: they stay
 // in the second-level cache, beside two panels.
 constexpr int64_t kBlockBytes = 256 << 10;
-constexpr int64_t kRowsPerTask = 8;  // of a look-up
 
 template <class E>
 void pack_as(const Pack& job) {
@@ -68,13 +68,8 @@ void pack_operands(const Linear& job, const int32_t* rows, int64_t start, int co
   }
 }
 
-// x / (1 + exp(-x)), with exp from the side that cannot overflow
-inline Floats silu(Floats x) {
-  const Floats magnitude = select(x < Floats{}, x, -x);  // -|x|
-  const Floats power = exp2_of_negative(magnitude * broadcast(1.44269504f));
-  const Floats one = broadcast(1.0f);
-  return x * select(x < Floats{}, power, one) / (one + power);
-}
+// Columns of the result that a panel of weights has.
+int64_t panel_width(const Linear& job) { return job.is_gated ? kHalfPanel : kPanelColumns; }
 
 template <class E>
 class Epilogue {
@@ -83,14 +78,15 @@ class Epilogue {
 
   // Processes sums[rows][32] of one panel.
   void operator()(float* sums, int64_t start, int rows, int64_t panel) const {
-    const bool is_paired = job_.activation == Activation::kSiluAndMul;
-    const int64_t width = is_paired ? kHalfPanel : kPanelColumns;
+    const int64_t width = panel_width(job_);
     const int64_t column = panel * width;
     const int64_t count = std::min(width, job_.out_features - column);
+    const bool is_scaled = job_.scale != 1.0 || job_.soft_cap != 0.0;
     for (int row = 0; row < rows; ++row) {
       float* values = sums + row * kPanelColumns;
-      if (job_.bias) add_bias(values, column, count, is_paired);
-      if (is_paired) multiply_by_gate(values);
+      if (job_.bias) add_bias(values, column, count);
+      if (job_.activation != Activation::kNone) activate(values);
+      if (is_scaled) scale(values);
       if (job_.residual) add_residual(values, start + row, column, count);
       if (job_.out_is_float) {
         write<Float32>(values, start + row, column, count);
@@ -101,25 +97,34 @@ class Epilogue {
   }
 
  private:
-  static void multiply_by_gate(float* values) {
-    for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
-      const Floats gate = round(load<Floats>(values + i));
-      const Floats up = round(load<Floats>(values + kHalfPanel + i));
-      store(values + i, round(silu(gate)) * up);
+  void activate(float* values) const {
+    with_activation(job_.activation, [&](auto function) {
+      if (job_.is_gated) {
+        for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
+          const Floats gate = rounded<E>(load<Floats>(values + i));
+          const Floats up = rounded<E>(load<Floats>(values + kHalfPanel + i));
+          store(values + i, rounded<E>(function(gate)) * up);
+        }
+      } else {
+        for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+          store(values + i, function(rounded<E>(load<Floats>(values + i))));
+        }
+      }
+    });
+  }
+
+  void scale(float* values) const {
+    const auto factor = static_cast<float>(job_.scale), cap = static_cast<float>(job_.soft_cap);
+    for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+      const Floats scaled = load<Floats>(values + i) * broadcast(factor);
+      store(values + i, cap == 0.0f ? scaled : capped(scaled, cap));
     }
   }
 
-  // The value rounded as if it were stored in a tensor of this type between the operations.
-  static Floats round(Floats values) {
-    typename E::Stored stored[kLanes];
-    E::narrow_lanes(stored, values);
-    return E::widen_lanes(stored);
-  }
-
-  void add_bias(float* values, int64_t column, int64_t count, bool is_paired) const {
+  void add_bias(float* values, int64_t column, int64_t count) const {
     const auto* bias = static_cast<const typename E::Stored*>(job_.bias) + column;
     for (int64_t i = 0; i < count; ++i) values[i] += E::widen_one(bias[i]);
-    if (!is_paired) return;
+    if (!job_.is_gated) return;
     bias += job_.out_features;
     for (int64_t i = 0; i < count; ++i) values[kHalfPanel + i] += E::widen_one(bias[i]);
   }
@@ -184,9 +189,7 @@ int64_t operand_bytes(int64_t num_rows, int64_t in_features) {
 }
 
 int64_t panels_of(const Linear& job) {
-  const int64_t width =
-      job.activation == Activation::kSiluAndMul ? kHalfPanel : int64_t{kPanelColumns};
-  return (job.out_features + width - 1) / width;
+  return (job.out_features + panel_width(job) - 1) / panel_width(job);
 }
 
 template <class E>
@@ -260,8 +263,7 @@ class ActiveExperts {
   Linear layer(int64_t index) const {
     using Stored = typename E::Stored;
     const int64_t expert = number(index), first = job_.starts[expert];
-    const int64_t num_columns =
-        job_.out_features * (job_.activation == Activation::kSiluAndMul ? 2 : 1);
+    const int64_t num_columns = job_.out_features * (job_.is_gated ? 2 : 1);
     Linear layer{};
     layer.element = job_.element;
     layer.input = job_.input;
@@ -271,7 +273,9 @@ class ActiveExperts {
     layer.weight = job_.weight + expert * job_.expert_words;
     layer.out_features = job_.out_features;
     if (job_.bias) layer.bias = static_cast<const Stored*>(job_.bias) + expert * num_columns;
+    layer.is_gated = job_.is_gated;
     layer.activation = job_.activation;
+    layer.scale = 1.0;
     layer.out = static_cast<Stored*>(job_.out) + first * job_.out_features;
     layer.out_stride = job_.out_features;
     return layer;
@@ -317,43 +321,6 @@ void run_expert_linear(const ExpertLinear& job, Workers& workers) {
   });
 }
 
-template <class E>
-typename E::Stored packed_element(const uint32_t* words, int64_t column) {
-  const int64_t group = column / E::kGroup, within = column % E::kGroup;
-  return reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
-}
-
-// Writes one row of the matrix; a row of zeros if the matrix has no such row.
-template <class E, class Out>
-void take_row(const TakeRows& job, int64_t row, Out* out) {
-  const int64_t width = job.num_columns;
-  const auto converted = [](typename E::Stored value) {
-    if constexpr (std::is_same_v<Out, typename E::Stored>) return value;
-    else return E::widen_one(value);
-  };
-  if (row < 0 || row >= job.num_matrix_rows) {
-    std::fill_n(out, width, Out{});
-  } else if (job.is_packed) {
-    const uint32_t* words = static_cast<const uint32_t*>(job.matrix) +
-                            row / kPanelColumns * groups_of<E>(width) * kPanelColumns +
-                            row % kPanelColumns;
-    for (int64_t i = 0; i < width; ++i) out[i] = converted(packed_element<E>(words, i));
-  } else {
-    const auto* from = static_cast<const typename E::Stored*>(job.matrix) + row * job.row_stride;
-    for (int64_t i = 0; i < width; ++i) out[i] = converted(from[i]);
-  }
-}
-
-template <class E, class Out>
-void run_take_rows(const TakeRows& job, Workers& workers) {
-  workers.pool.run((job.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
-    const int64_t end = std::min(job.num_rows, (task + 1) * kRowsPerTask);
-    for (int64_t i = task * kRowsPerTask; i < end; ++i) {
-      take_row<E>(job, job.rows[i] - job.first_row, static_cast<Out*>(job.out) + i * job.num_columns);
-    }
-  });
-}
-
 }  // namespace
 
 void pack(const Pack& job) {
@@ -368,16 +335,6 @@ void run(const Linear& job, Workers& workers) {
 void run(const ExpertLinear& job, Workers& workers) {
   job.element == ElementType::kBfloat16 ? run_expert_linear<Bfloat16>(job, workers)
                                         : run_expert_linear<Float32>(job, workers);
-}
-
-void run(const TakeRows& job, Workers& workers) {
-  if (job.element == ElementType::kFloat32) {
-    run_take_rows<Float32, float>(job, workers);
-  } else if (job.out_is_float) {
-    run_take_rows<Bfloat16, float>(job, workers);
-  } else {
-    run_take_rows<Bfloat16, uint16_t>(job, workers);
-  }
 }
 
 }  // namespace baton

@@ -1,8 +1,9 @@
-// Operations on single rows: norms, rotary angles and rotation, KV writes, maxima.
+// Operations on single rows: norms, gates, rotary angles and rotation, KV writes, maxima.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "activations.h"
 #include "commands.h"
 #include "element.h"
 #include "row_maximum.h"
@@ -28,9 +29,7 @@ template <class E, NormKind kind>
 Floats times_weight(Floats normed, Floats weight) {
   if constexpr (kind == NormKind::kWide) return normed * weight;
   if constexpr (kind == NormKind::kOffset) return normed * (broadcast(1.0f) + weight);
-  typename E::Stored rounded[kLanes];
-  E::narrow_lanes(rounded, normed);
-  return E::widen_lanes(rounded) * weight;
+  return rounded<E>(normed) * weight;
 }
 
 template <class E, NormKind kind>
@@ -72,18 +71,6 @@ void normalize_as(NormKind kind, const typename E::Stored* input,
       return normalize<E, NormKind::kRounded>(input, weight, size, eps, out);
     case NormKind::kWide: return normalize<E, NormKind::kWide>(input, weight, size, eps, out);
     case NormKind::kOffset: return normalize<E, NormKind::kOffset>(input, weight, size, eps, out);
-  }
-}
-
-// values += addend
-template <class E>
-void add_row(const typename E::Stored* addend, int64_t size, typename E::Stored* values) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    E::narrow_lanes(values + i, E::widen_lanes(values + i) + E::widen_lanes(addend + i));
-  }
-  for (; i < size; ++i) {
-    values[i] = E::narrow_one(E::widen_one(values[i]) + E::widen_one(addend[i]));
   }
 }
 
@@ -148,9 +135,24 @@ void run_rms_norm(const RmsNorm& job, Workers& workers) {
     normalize_as<E>(job.kind, static_cast<const Stored*>(job.input) + row * job.input_stride,
                     static_cast<const Stored*>(job.weight), job.size, job.eps, out);
     if (job.residual) {
-      add_row<E>(static_cast<const Stored*>(job.residual) + row * job.residual_stride, job.size,
-                 out);
+      const auto* residual = static_cast<const Stored*>(job.residual) + row * job.residual_stride;
+      combine_rows<E>(out, residual, job.size, out, [](Floats x, Floats y) { return x + y; });
     }
+  });
+}
+
+template <class E>
+void run_gate_rows(const GateRows& job, Workers& workers) {
+  using Stored = typename E::Stored;
+  with_activation(job.activation, [&](auto function) {
+    const auto gated = [&](Floats value, Floats gate) {
+      return value * rounded<E>(function(gate));
+    };
+    for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
+      combine_rows<E>(static_cast<const Stored*>(job.values) + row * job.values_stride,
+                      static_cast<const Stored*>(job.gates) + row * job.gates_stride, job.size,
+                      static_cast<Stored*>(job.out) + row * job.size, gated);
+    });
   });
 }
 
@@ -184,6 +186,11 @@ void run(const RotaryAngles& job, Workers& workers) {
 void run(const RotateAndWriteKv& job, Workers& workers) {
   job.element == ElementType::kBfloat16 ? run_rotate_and_write<Bfloat16>(job, workers)
                                         : run_rotate_and_write<Float32>(job, workers);
+}
+
+void run(const GateRows& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_gate_rows<Bfloat16>(job, workers)
+                                        : run_gate_rows<Float32>(job, workers);
 }
 
 void run(const Argmax& job, Workers& workers) {

@@ -136,6 +136,26 @@ inline Floats exp2_of_negative(Floats x) {
 #endif
 }
 
+// To about 3e-7 of its value.
+inline Floats hyperbolic_tangent(Floats x) {
+  const Masks is_negative = x < Floats{};
+  const Floats magnitude = select(is_negative, -x, x), square = x * x, one = broadcast(1.0f);
+  // Taylor coefficients; the exponential form would lose digits near 0.
+  Floats series = broadcast(62.0f / 2835.0f);
+  series = series * square - broadcast(17.0f / 315.0f);
+  series = series * square + broadcast(2.0f / 15.0f);
+  series = series * square - broadcast(1.0f / 3.0f);
+  const Floats power = exp2_of_negative(magnitude * broadcast(-2.88539008f));  // exp(-2 |x|)
+  const Floats large = one - broadcast(2.0f) * power / (one + power);
+  return select(magnitude < broadcast(0.3f), x + x * square * series,
+                select(is_negative, -large, large));
+}
+
+// Scores or logits within (-cap, cap), almost unchanged near 0 (Gemma 2, arXiv:2408.00118).
+inline Floats capped(Floats values, float cap) {
+  return broadcast(cap) * hyperbolic_tangent(values * broadcast(1.0f / cap));
+}
+
 // Lane j of the results: with `step` bits of j clear / set, from a / b; see `transpose`.
 template <int step>
 inline void exchange(Words& a, Words& b) {
