@@ -21,7 +21,7 @@ from engine.models.config_fields import (
 )
 from engine.models.expert_config import ExpertsConfig
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
-from kernels.layer_kinds import NormKind
+from kernels.layer_kinds import Activation, NormKind
 
 __all__ = [
     "DecoderConfig",
@@ -35,7 +35,14 @@ __all__ = [
     "opt_config",
 ]
 
-_GATE_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_GATE_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
 _LAYER_TYPES = ("sliding_attention", "full_attention", "attention")  # the last is an older name
 # Modules are made for each layer, and angles for each pair of a head's elements, before the
 # weights' shapes are compared.
@@ -50,6 +57,7 @@ class ModelConfig(ABC):
     `max_model_len` counts prompt and generated tokens together.
     `sliding_windows` has one entry per layer: the number of tokens a query sees,
     itself included, or None for all.
+    Logits x become `logit_cap * tanh(x / logit_cap)`, after they were multiplied by `logit_scale`.
     `names` has the checkpoint's names of the modules that the model names otherwise; each is one
     component of a tensor's name, or several.
     `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
@@ -65,6 +73,8 @@ class ModelConfig(ABC):
     max_model_len: int
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     recurrent_layers: tuple[int, ...] = ()
 
@@ -150,7 +160,12 @@ class DecoderConfig(ModelConfig):
         norms_inputs: whether the inputs of attention and MLP are normalized.
         norms_outputs: whether their outputs are, before they are added to the hidden states.
         qk_norm: what the norms of Q and K span.
+        activation: function of the MLP's gate.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
+        score_cap: attention scores s become `score_cap * tanh(s / score_cap)`; None for no cap.
+        embedding_scale: factor on embeddings.
+        rounds_embedding_scale: whether that factor is rounded to the type of the weights.
+        residual_scale: factor on what attention and MLP add to the hidden states.
         joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
         experts: the mixtures of experts; None if all layers have an MLP.
     """
@@ -166,7 +181,12 @@ class DecoderConfig(ModelConfig):
     norms_inputs: bool = True
     norms_outputs: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    activation: Activation = Activation.SILU
     attention_scale: float | None = None
+    score_cap: float | None = None
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    residual_scale: float = 1.0
     joined: frozenset[str] = frozenset()
     experts: ExpertsConfig | None = None
 
@@ -258,8 +278,6 @@ def decoder_config(
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
-    if fields.text("hidden_act") not in _GATE_ACTIVATIONS:
-        raise unsupported("hidden_act", fields.text("hidden_act"))
     attention_bias, mlp_bias = (
         fields.has(name) and fields.flag(name) for name in ("attention_bias", "mlp_bias")
     )
@@ -291,6 +309,7 @@ def decoder_config(
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=mlp_bias,
+        activation=_gate_activation(fields),
     )
 
 
@@ -374,6 +393,14 @@ def _common(
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "sliding_windows": (None,) * num_layers,
     }
+
+
+def _gate_activation(fields: ConfigFields) -> Activation:
+    name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    stated = fields.text(name)
+    if stated not in _GATE_ACTIVATIONS:
+        raise unsupported(name, stated)
+    return _GATE_ACTIVATIONS[stated]
 
 
 def _layer_types(

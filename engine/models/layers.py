@@ -178,10 +178,17 @@ class CausalModel(nn.Module, ABC):
         """
         head = self.lm_head or self.word_embedding
         assert head is not None, "only the last stage computes logits"
-        logits = kernels.linear(hidden, head.weight, out_dtype=torch.float32)
+        config = self.config
+        logits = kernels.linear(
+            hidden,
+            head.weight,
+            out_dtype=torch.float32,
+            scale=config.logit_scale,
+            cap=config.logit_cap,
+        )
         if self.part.ranks is None:
             return logits
-        return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
+        return kernels.gather_columns(logits, self.part.ranks, config.vocab_size)
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
@@ -192,12 +199,19 @@ class CausalModel(nn.Module, ABC):
         parts = chain.from_iterable(self.checkpoint_tensors().values())
         return sum(math.prod(part.target.shape) for part in parts)
 
-    def _new_embedding(self, width: int) -> Embedding | None:
-        """Makes the embedding; None if this part needs it neither for tokens nor for logits."""
+    def _new_embedding(self, width: int, **scaling: Any) -> Embedding | None:
+        """Makes the embedding; None if this part needs it neither for tokens nor for logits.
+
+        Args:
+            width: width of a vector.
+            **scaling: arguments of `Embedding`.
+        """
         is_head = self.config.tie_word_embeddings
         if not (self.part.is_first or (self.part.is_last and is_head)):
             return None
-        return Embedding(self.config.vocab_size, width, is_head=is_head, ranks=self.part.ranks)
+        return Embedding(
+            self.config.vocab_size, width, is_head=is_head, ranks=self.part.ranks, **scaling
+        )
 
     def _new_layers(self, make_layer: Callable[[int], nn.Module]) -> nn.ModuleDict:
         """Makes this part's layers, which have their numbers in the whole model as names.
@@ -329,6 +343,7 @@ def cached_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
 ) -> torch.Tensor:
@@ -341,6 +356,7 @@ def cached_attention(
         kv: the layer's KV cache.
         scale: factor on the attention scores.
         sliding_window: number of tokens a query sees, itself included; None for all.
+        soft_cap: scores s become `soft_cap * tanh(s / soft_cap)`; None for no cap.
         rotation: rotary angles for query and key; None for no rotation.
         norms: norms of query and key, applied before the rotation; None for no norms.
 
@@ -365,6 +381,7 @@ def cached_attention(
             kv.attended,
             scale=scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
             kv_scales=kv.scales,
         )
     return query.flatten(1)

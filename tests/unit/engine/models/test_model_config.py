@@ -22,7 +22,10 @@ ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "opt": "OPTForCausalLM",
@@ -71,7 +74,21 @@ def test_a_config_does_not_change(model_type):
 @pytest.mark.parametrize(
     ("model_type", "fields", "named"),
     [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("gemma2", {"hidden_activation": "mish"}, "hidden_activation 'mish'"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention True is not supported",
+        ),
+        ("gemma3_text", {"rope_local_base_freq": 0}, "rope_local_base_freq is 0"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "it must be an object per layer type",
+        ),
+        ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping is -1"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
         ("llama", rope_fields("proportional"), "rope_type 'proportional'"),
         ("llama", rope_fields("dynamic"), "rope_type 'dynamic' needs factor"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
