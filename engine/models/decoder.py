@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from engine.models.config import DecoderConfig, QkNorm
+from engine.models.decoder_config import DecoderConfig, QkNorm
 from engine.models.experts import SparseMlp
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    RmsNorm,
     cached_attention,
     select_rows,
 )
 from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.norms import RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from engine.models.tensor_parts import half_split_order

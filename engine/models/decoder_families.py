@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.models.config import DecoderConfig, QkNorm, decoder_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from kernels.layer_kinds import NormKind
 
 __all__ = [

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from engine.models.config import decoder_config, gpt2_config, opt_config
+from engine.models.config import gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import decoder_config
 from engine.models.decoder_families import (
     gemma2_config,
     gemma3_config,
