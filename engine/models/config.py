@@ -6,9 +6,8 @@ does not support its value.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from typing_extensions import override
@@ -19,27 +18,21 @@ from engine.models.config_fields import (
     ConfigFields,
     unsupported,
 )
-from engine.models.expert_config import ExpertsConfig
-from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
-from kernels.layer_kinds import NormKind
 
 __all__ = [
-    "DecoderConfig",
+    "MAX_LAYERS",
     "Gpt2Config",
     "ModelConfig",
     "OptConfig",
-    "QkNorm",
     "StateShape",
-    "decoder_config",
+    "common_fields",
     "gpt2_config",
     "opt_config",
 ]
 
-_GATE_ACTIVATIONS = ("silu", "swish")  # two names of one function
-_LAYER_TYPES = ("sliding_attention", "full_attention", "attention")  # the last is an older name
 # Modules are made for each layer, and angles for each pair of a head's elements, before the
 # weights' shapes are compared.
-_MAX_LAYERS = 1024
+MAX_LAYERS = 1024
 _MAX_HEAD_DIM = 2**16
 
 
@@ -50,6 +43,7 @@ class ModelConfig(ABC):
     `max_model_len` counts prompt and generated tokens together.
     `sliding_windows` has one entry per layer: the number of tokens a query sees,
     itself included, or None for all.
+    Logits x become `logit_cap * tanh(x / logit_cap)`, after they were multiplied by `logit_scale`.
     `names` has the checkpoint's names of the modules that the model names otherwise; each is one
     component of a tensor's name, or several.
     `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
@@ -65,6 +59,8 @@ class ModelConfig(ABC):
     max_model_len: int
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     recurrent_layers: tuple[int, ...] = ()
 
@@ -124,86 +120,6 @@ class StateShape:
     dtype: str | None = None
 
 
-class QkNorm(Enum):
-    """The elements over which Q and K are normalized."""
-
-    NONE = "none"
-    HEAD = "head"
-    """Each head for itself (Qwen3)."""
-    PROJECTION = "projection"
-    """All heads together, before they are told apart (OLMo 2)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig(ModelConfig):
-    """Llama and the families that differ from it only in these fields; the defaults are Llama's.
-
-    Attributes:
-        intermediate_size: width of the MLP.
-        rms_norm_eps: of all norms.
-        ropes: the different rotary embeddings.
-        rope_of: per layer, the index of its embedding in `ropes`; None for no rotation.
-        qkv_bias: whether Q, K and V have biases.
-        output_bias: whether the projection after attention has one.
-        mlp_bias: whether the projections of the MLP have biases.
-        norm: kind of all norms.
-        norms_inputs: whether the inputs of attention and MLP are normalized.
-        norms_outputs: whether their outputs are, before they are added to the hidden states.
-        qk_norm: what the norms of Q and K span.
-        attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
-        joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
-        experts: the mixtures of experts; None if all layers have an MLP.
-    """
-
-    intermediate_size: int
-    rms_norm_eps: float
-    ropes: tuple[RopeConfig, ...]
-    rope_of: tuple[int | None, ...]
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    norm: NormKind = NormKind.ROUNDED
-    norms_inputs: bool = True
-    norms_outputs: bool = False
-    qk_norm: QkNorm = QkNorm.NONE
-    attention_scale: float | None = None
-    joined: frozenset[str] = frozenset()
-    experts: ExpertsConfig | None = None
-
-    @property
-    @override
-    def mlp_size(self) -> int:
-        shared_width = 0 if self.experts is None else self.experts.shared_width
-        return max(self.intermediate_size, shared_width)
-
-    @property
-    @override
-    def num_unused_weights(self) -> int:
-        return 0 if self.experts is None else self.experts.num_unused(self.hidden_size)
-
-    @override
-    def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
-        if self.experts is None:
-            return 0
-        return self.experts.workspace_bytes(self.hidden_size, num_tokens, itemsize)
-
-    @property
-    @override
-    def kv_variant(self) -> str:
-        return "long" if any(rope.is_long for rope in self.ropes) else ""
-
-    @override
-    def limited_to(self, max_model_len: int) -> Self:
-        ropes = (replace(rope, max_len=min(rope.max_len, max_model_len)) for rope in self.ropes)
-        return replace(self, ropes=tuple(ropes))
-
-    @override
-    def stored_as(self, names: Collection[str]) -> Self:
-        if self.experts is None:
-            return self
-        return replace(self, experts=self.experts.stored_as(names))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptConfig(ModelConfig):
     """OPT. `embedding_size` is the width of token embeddings, projected to `hidden_size`."""
@@ -237,63 +153,6 @@ class Gpt2Config(ModelConfig):
         return self.inner_size
 
 
-def decoder_config(
-    fields: ConfigFields,
-    *,
-    layer_types: Sequence[str] | None = None,
-    thetas: Mapping[str, float] | None = None,
-    is_interleaved: bool = False,
-    recurrent_type: str | None = None,
-) -> DecoderConfig:
-    """Reads the fields that decoders have in common; those that differ are as Llama's.
-
-    Args:
-        fields: of config.json.
-        layer_types: of each layer, if config.json has none; None for the family's usual ones.
-        thetas: by layer type, the default base of its rotary embedding; None if all layers have
-            the same embedding.
-        is_interleaved: whether rotary embedding pairs neighbouring elements.
-        recurrent_type: the layer type of the family's recurrent layers; None if it has none.
-
-    Raises:
-        ConfigurationError: a field has an unsupported value.
-    """
-    if fields.text("hidden_act") not in _GATE_ACTIVATIONS:
-        raise unsupported("hidden_act", fields.text("hidden_act"))
-    attention_bias, mlp_bias = (
-        fields.has(name) and fields.flag(name) for name in ("attention_bias", "mlp_bias")
-    )
-    common = _common(
-        fields, fields.optional_count("num_key_value_heads"), fields.optional_count("head_dim")
-    )
-    types = _layer_types(fields, layer_types, recurrent_type)
-    window = _window(fields)
-    common["sliding_windows"] = tuple(
-        window if layer_type == "sliding_attention" else None for layer_type in types
-    )
-    ropes: tuple[RopeConfig, ...]
-    rope_of: tuple[int | None, ...]
-    if thetas is None:
-        ropes = (read_rope(fields, common["head_dim"], is_interleaved=is_interleaved),)
-        rope_of = (0,) * len(types)
-    else:
-        ropes, rope_of = read_ropes_by_type(fields, common["head_dim"], types, thetas)
-    common["max_model_len"] = max(common["max_model_len"], *(rope.extended_len for rope in ropes))
-    common["recurrent_layers"] = tuple(
-        layer for layer, layer_type in enumerate(types) if layer_type == recurrent_type
-    )
-    return DecoderConfig(
-        **common,
-        intermediate_size=fields.count("intermediate_size"),
-        rms_norm_eps=fields.epsilon("rms_norm_eps"),
-        ropes=ropes,
-        rope_of=rope_of,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=mlp_bias,
-    )
-
-
 def opt_config(fields: ConfigFields) -> OptConfig:
     """Reads the config of an OPT model.
 
@@ -302,7 +161,7 @@ def opt_config(fields: ConfigFields) -> OptConfig:
     """
     norm_before = fields.flag("do_layer_norm_before")
     return OptConfig(
-        **_common(fields),
+        **common_fields(fields),
         ffn_dim=fields.count("ffn_dim"),
         embedding_size=fields.optional_count("word_embed_proj_dim") or fields.count("hidden_size"),
         activation=fields.text("activation_function"),
@@ -321,7 +180,7 @@ def gpt2_config(fields: ConfigFields) -> Gpt2Config:
     """
     if fields.flag("add_cross_attention"):
         raise unsupported("add_cross_attention", value=True)
-    common = _common(fields)
+    common = common_fields(fields)
     scale = common["head_dim"] ** -0.5 if fields.flag("scale_attn_weights") else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx")
     return Gpt2Config(
@@ -335,7 +194,7 @@ def gpt2_config(fields: ConfigFields) -> Gpt2Config:
     )
 
 
-def _common(
+def common_fields(
     fields: ConfigFields, num_kv_heads: int | None = None, head_dim: int | None = None
 ) -> dict[str, Any]:
     """Reads the fields of `ModelConfig`.
@@ -348,7 +207,7 @@ def _common(
     quantization = fields.raw("quantization_config")
     if quantization is not None:
         raise unsupported("quantization_config", quantization)
-    num_layers = fields.count("num_hidden_layers", _MAX_LAYERS)
+    num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     if num_heads % (num_kv_heads or num_heads):
         raise ConfigFieldError(
@@ -374,34 +233,3 @@ def _common(
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "sliding_windows": (None,) * num_layers,
     }
-
-
-def _layer_types(
-    fields: ConfigFields, default: Sequence[str] | None, recurrent_type: str | None
-) -> Sequence[str]:
-    num_layers = fields.count("num_hidden_layers", _MAX_LAYERS)
-    stated = fields.raw("layer_types")
-    if stated is None:
-        return default or _usual_layer_types(fields, num_layers)
-    if not isinstance(stated, list) or len(stated) != num_layers:
-        raise ConfigFieldError(f"layer_types must be a list of {num_layers}, one for each layer")
-    for layer_type in stated:
-        if layer_type not in _LAYER_TYPES and layer_type != recurrent_type:
-            raise unsupported("layer_types", layer_type)
-    return stated
-
-
-def _usual_layer_types(fields: ConfigFields, num_layers: int) -> Sequence[str]:
-    """Returns the layer types of families whose layers with a window come last, if any do."""
-    first = 0 if fields.has("sliding_window") else num_layers
-    if fields.has("max_window_layers"):
-        first = min(max(fields.integer("max_window_layers"), 0), num_layers)
-    return ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-
-
-def _window(fields: ConfigFields) -> int | None:
-    """Returns the window of layers that have one; None if the model uses none."""
-    is_used = fields.has("sliding_window") and (
-        not fields.has("use_sliding_window") or fields.flag("use_sliding_window")
-    )
-    return fields.optional_count("sliding_window") if is_used else None

@@ -35,6 +35,21 @@ _QWEN = _DECODER | {
 }
 _OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 
+_GEMMA = _DECODER | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 # Of the layers that have experts.
 _SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
@@ -75,6 +90,24 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
+        },
+        "gemma2": _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        "gemma3_text": _GEMMA
+        | {
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+        },
+        "granite": _DECODER
+        | _BIASES
+        | {
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
         },
         "glm4": _DECODER
         | {

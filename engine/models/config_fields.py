@@ -103,6 +103,14 @@ class ConfigFields:
             raise wrong(name, value, "an integer")
         return int(value)
 
+    def number(self, name: str) -> float:
+        """A positive number."""
+        return positive(name, self.value(name))
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None."""
+        return None if self.value(name) is None else self.number(name)
+
     def epsilon(self, name: str) -> float:
         """A positive number, or zero."""
         value = self.value(name)

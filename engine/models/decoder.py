@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from engine.models.config import DecoderConfig, QkNorm
+from engine.models.decoder_config import DecoderConfig, QkNorm
 from engine.models.experts import SparseMlp
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    RmsNorm,
     cached_attention,
     select_rows,
 )
 from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
+from engine.models.norms import RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from engine.models.tensor_parts import half_split_order
@@ -37,7 +37,11 @@ class Decoder(CausalModel):
 
     def __init__(self, config: DecoderConfig, part: ModelPart = WHOLE_MODEL) -> None:
         super().__init__(config, config.hidden_size, part)
-        self.embed_tokens = self._new_embedding(config.hidden_size)
+        self.embed_tokens = self._new_embedding(
+            config.hidden_size,
+            scale=config.embedding_scale,
+            rounds_scale=config.rounds_embedding_scale,
+        )
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         self.layers = self._new_layers(lambda number: self._new_layer(config, number))
         self.norm = (
@@ -124,6 +128,7 @@ class DecoderAttention(nn.Module):
         self.head_dim = config.head_dim
         self.sliding_window = config.sliding_windows[number]
         self.scale = config.attention_scale or config.head_dim**-0.5
+        self.soft_cap = config.score_cap
         self._rope = config.rope_of[number]
         self._storage = _qkv_storage(config, self._rope)
         heads = HeadCuts.of(config, ranks)
@@ -131,7 +136,13 @@ class DecoderAttention(nn.Module):
         self._outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
         self._widths = [part.size for part in self._outputs.values()]
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias, ranks=ranks)
+        self.o_proj = Linear(
+            query,
+            config.hidden_size,
+            bias=config.output_bias,
+            ranks=ranks,
+            scale=config.residual_scale,
+        )
         self._qk_norm = config.qk_norm
         self.q_norm = self._new_norm(config, query, ranks)
         self.k_norm = self._new_norm(config, kv, ranks)
@@ -172,6 +183,7 @@ class DecoderAttention(nn.Module):
             kv,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
             rotation=None if self._rope is None else rotations[self._rope],
             norms=self._norms(),
         )
@@ -192,7 +204,7 @@ class DecoderAttention(nn.Module):
             return None
         assert self.q_norm is not None
         assert self.k_norm is not None
-        return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.kind)
 
 
 def _qkv_storage(config: DecoderConfig, rope: int | None) -> dict[str, Any]:
@@ -212,9 +224,15 @@ class GatedMlp(nn.Module):
         size = cut_of(config.intermediate_size, ranks)
         is_joined = "gate_up_proj" in config.joined
         self.gate_up_proj = GatedLinear(
-            config.hidden_size, size, bias=config.mlp_bias, is_joined=is_joined
+            config.hidden_size, size, config.activation, bias=config.mlp_bias, is_joined=is_joined
         )
-        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias, ranks=ranks)
+        self.down_proj = Linear(
+            size,
+            config.hidden_size,
+            bias=config.mlp_bias,
+            ranks=ranks,
+            scale=config.residual_scale,
+        )
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""

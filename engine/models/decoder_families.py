@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.models.config import DecoderConfig, QkNorm, decoder_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from kernels.layer_kinds import NormKind
 
 __all__ = [
+    "gemma2_config",
+    "gemma3_config",
     "glm4_config",
+    "granite_config",
     "olmo2_config",
     "olmo3_config",
     "phi3_config",
@@ -52,6 +55,41 @@ def smollm3_config(fields: ConfigFields) -> DecoderConfig:
     return replace(config, rope_of=tuple(0 if rotates else None for rotates in has_rope))
 
 
+def gemma2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Gemma 2 model: soft caps, and a window in every other layer."""
+    config = decoder_config(fields, layer_types=_every_nth_full(fields, 2))
+    return replace(
+        _gemma(fields, config), score_cap=fields.optional_number("attn_logit_softcapping")
+    )
+
+
+def gemma3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Gemma 3 text model: rotary embeddings by layer type, norms of heads."""
+    thetas = {
+        "full_attention": fields.number("rope_theta"),
+        "sliding_attention": fields.number("rope_local_base_freq"),
+    }
+    types = _every_nth_full(fields, fields.count("sliding_window_pattern"))
+    config = decoder_config(fields, layer_types=types, thetas=thetas)
+    return replace(_gemma(fields, config), qk_norm=QkNorm.HEAD)
+
+
+def _gemma(fields: ConfigFields, config: DecoderConfig) -> DecoderConfig:
+    """Returns the config with what Gemma 2 and 3 have in common."""
+    if fields.raw("use_bidirectional_attention"):
+        raise unsupported("use_bidirectional_attention", fields.raw("use_bidirectional_attention"))
+    return replace(
+        config,
+        norm=NormKind.OFFSET,
+        norms_outputs=True,
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        embedding_scale=config.hidden_size**0.5,
+        rounds_embedding_scale=True,
+        logit_cap=fields.optional_number("final_logit_softcapping"),
+        names=_OUTPUT_NORMS | {"post_attention_layernorm": "pre_feedforward_layernorm"},
+    )
+
+
 def glm4_config(fields: ConfigFields) -> DecoderConfig:
     """Reads the config of a GLM-4 model: norms before and after attention and MLP."""
     return replace(
@@ -63,6 +101,17 @@ def glm4_config(fields: ConfigFields) -> DecoderConfig:
             "mlp_post_norm": "post_mlp_layernorm",
         },
         joined=frozenset({"gate_up_proj"}),
+    )
+
+
+def granite_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Granite model: factors on embeddings, residuals, scores, logits."""
+    return replace(
+        decoder_config(fields),
+        embedding_scale=fields.number("embedding_multiplier"),
+        residual_scale=fields.number("residual_multiplier"),
+        attention_scale=fields.number("attention_multiplier"),
+        logit_scale=1 / fields.number("logits_scaling"),
     )
 
 
@@ -82,7 +131,7 @@ def olmo2_config(fields: ConfigFields) -> DecoderConfig:
 def olmo3_config(fields: ConfigFields) -> DecoderConfig:
     """Reads the config of an OLMo 3 model: as OLMo 2, and three of four layers have a window."""
     thetas = {
-        "full_attention": fields.value("rope_theta"),
+        "full_attention": fields.number("rope_theta"),
         # transformers reads config.json's `rope_theta` for the other layers alone.
         "sliding_attention": _OLMO3_SLIDING_THETA,
     }

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.config import DecoderConfig, QkNorm, decoder_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.expert_config import experts_config
 from kernels import RoutingRule
 

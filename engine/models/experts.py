@@ -16,7 +16,7 @@ import kernels
 from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig, ExpertStorage
 from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
 from engine.models.tensor_parts import TensorPart, WeightTarget
-from kernels import Cut, ExpertWeight, RankGroup, Routing, RowsOfWeight, WeightUse
+from kernels import Activation, Cut, ExpertWeight, RankGroup, Routing, RowsOfWeight, WeightUse
 
 __all__ = ["ExpertLinear", "SparseMlp"]
 
@@ -110,7 +110,7 @@ class _SharedExpert(nn.Module):
     def __init__(self, hidden_size: int, width: int, ranks: RankGroup | None) -> None:
         super().__init__()
         size = cut_of(width, ranks)
-        self.gate_up_proj = GatedLinear(hidden_size, size, bias=False)
+        self.gate_up_proj = GatedLinear(hidden_size, size, Activation.SILU, bias=False)
         self.down_proj = Linear(size, hidden_size, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

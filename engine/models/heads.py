@@ -20,10 +20,11 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from engine.models.config import DecoderConfig
 from engine.models.decoder import DecoderAttention, DecoderLayer, GatedMlp
-from engine.models.layers import CausalModel, RmsNorm
+from engine.models.decoder_config import DecoderConfig
+from engine.models.layers import CausalModel
 from engine.models.linear import Embedding, Linear
+from engine.models.norms import RmsNorm
 from engine.models.rotary import RotaryEmbedding
 from kernels import Cut, Rotation
 from kernels.paged_kv import LayerKv

@@ -14,11 +14,13 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from engine.models.config import DecoderConfig, QkNorm, StateShape, decoder_config
+from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, positive
 from engine.models.decoder import Decoder, GatedMlp
-from engine.models.layers import RmsNorm, select_rows
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
+from engine.models.norms import RmsNorm
 from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
 from kernels.paged_kv import LayerState

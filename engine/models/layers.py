@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
-from typing_extensions import override
 
 import kernels
 from baton.common.errors import ConfigurationError
@@ -20,7 +19,7 @@ from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts
-from kernels import Cut, NormKind, QkNorms, RankGroup, Rotation
+from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, LayerState, PagedKv
 from kvstore.transfer_form import PoolShare
 
@@ -29,7 +28,6 @@ __all__ = [
     "CausalModel",
     "HeadCuts",
     "KeptStates",
-    "RmsNorm",
     "activation_named",
     "cached_attention",
     "checkpoint_tensors",
@@ -178,10 +176,17 @@ class CausalModel(nn.Module, ABC):
         """
         head = self.lm_head or self.word_embedding
         assert head is not None, "only the last stage computes logits"
-        logits = kernels.linear(hidden, head.weight, out_dtype=torch.float32)
+        config = self.config
+        logits = kernels.linear(
+            hidden,
+            head.weight,
+            out_dtype=torch.float32,
+            scale=config.logit_scale,
+            cap=config.logit_cap,
+        )
         if self.part.ranks is None:
             return logits
-        return kernels.gather_columns(logits, self.part.ranks, self.config.vocab_size)
+        return kernels.gather_columns(logits, self.part.ranks, config.vocab_size)
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
@@ -192,12 +197,19 @@ class CausalModel(nn.Module, ABC):
         parts = chain.from_iterable(self.checkpoint_tensors().values())
         return sum(math.prod(part.target.shape) for part in parts)
 
-    def _new_embedding(self, width: int) -> Embedding | None:
-        """Makes the embedding; None if this part needs it neither for tokens nor for logits."""
+    def _new_embedding(self, width: int, **scaling: Any) -> Embedding | None:
+        """Makes the embedding; None if this part needs it neither for tokens nor for logits.
+
+        Args:
+            width: width of a vector.
+            **scaling: arguments of `Embedding`.
+        """
         is_head = self.config.tie_word_embeddings
         if not (self.part.is_first or (self.part.is_last and is_head)):
             return None
-        return Embedding(self.config.vocab_size, width, is_head=is_head, ranks=self.part.ranks)
+        return Embedding(
+            self.config.vocab_size, width, is_head=is_head, ranks=self.part.ranks, **scaling
+        )
 
     def _new_layers(self, make_layer: Callable[[int], nn.Module]) -> nn.ModuleDict:
         """Makes this part's layers, which have their numbers in the whole model as names.
@@ -272,55 +284,6 @@ class HeadCuts:
         return cls(ranks.cut(num_heads), Cut(num_kv_heads, first, first + count))
 
 
-class RmsNorm(StoredModule):
-    """Root-mean-square norm with a learned scale over the last axis.
-
-    Args:
-        size: width of the axis, or this rank's range of it.
-        eps: added to the mean of squares.
-        kind: where the result is rounded, and whether 1 is added to the scale.
-        ranks: the ranks that share the axis; None if this rank has all of it.
-    """
-
-    def __init__(
-        self,
-        size: int | Cut,
-        eps: float,
-        kind: NormKind = NormKind.ROUNDED,
-        ranks: RankGroup | None = None,
-    ) -> None:
-        super().__init__()
-        self._cut = Cut.whole(size) if isinstance(size, int) else size
-        self.weight = nn.Parameter(torch.empty(self._cut.size))
-        self.eps, self.kind = eps, kind
-        self._ranks = ranks
-
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalizes `[..., size]`, and adds `residual`; returns the same shape.
-
-        The content of `residual` is undefined afterwards, as the result may use its memory.
-        """
-        if self._ranks is not None:
-            assert residual is None
-            return self._forward_part(hidden, self._ranks)
-        return kernels.rms_norm(hidden, self.weight, self.eps, kind=self.kind, residual=residual)
-
-    @override
-    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        yield TensorPart(f"{path}.weight", self.weight, (self._cut,))
-
-    def _forward_part(self, hidden: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        """Normalizes this rank's part of rows, `[rows, size]`, by the mean over all ranks."""
-        assert self.kind is NormKind.WIDE, "no family divides rows with another kind of norm"
-        wide = hidden.float()
-        squares = kernels.reduce_ranks(
-            wide.pow(2).sum(-1, keepdim=True), ranks, dtype=torch.float32
-        )
-        # Ranks that have the same heads count them once each.
-        scale = torch.rsqrt(squares / (ranks.size * self._cut.size) + self.eps)
-        return (wide * scale * self.weight.float()).to(hidden.dtype)
-
-
 def cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -329,6 +292,7 @@ def cached_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
 ) -> torch.Tensor:
@@ -341,6 +305,7 @@ def cached_attention(
         kv: the layer's KV cache.
         scale: factor on the attention scores.
         sliding_window: number of tokens a query sees, itself included; None for all.
+        soft_cap: scores s become `soft_cap * tanh(s / soft_cap)`; None for no cap.
         rotation: rotary angles for query and key; None for no rotation.
         norms: norms of query and key, applied before the rotation; None for no norms.
 
@@ -365,6 +330,7 @@ def cached_attention(
             kv.attended,
             scale=scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
             kv_scales=kv.scales,
         )
     return query.flatten(1)

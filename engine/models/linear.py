@@ -71,21 +71,38 @@ class Embedding(PackedModule):
         width: width of a vector.
         is_head: whether its weight is also that of the output head.
         ranks: the group that shares the vocabulary; None for one rank.
+        scale: factor on the vectors, which the output head does not have.
+        rounds_scale: whether that factor is rounded to the type of the weights.
     """
 
     def __init__(
-        self, num_tokens: int, width: int, *, is_head: bool, ranks: RankGroup | None = None
+        self,
+        num_tokens: int,
+        width: int,
+        *,
+        is_head: bool,
+        ranks: RankGroup | None = None,
+        scale: float = 1.0,
+        rounds_scale: bool = False,
     ) -> None:
         tokens = cut_of(num_tokens, ranks)
         super().__init__(tokens.size, width, WeightUse.LINEAR if is_head else WeightUse.LOOKUP)
         self._tokens, self._ranks = tokens, ranks
+        self._scale, self._rounds_scale = scale, rounds_scale
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(dtype, device)
+        if self._rounds_scale:
+            self._scale = torch.tensor(self._scale, dtype=dtype, device="cpu").item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Looks up `[num_tokens]` int64 ids; returns `[num_tokens, width]`."""
         if self._ranks is None:
-            return kernels.embed(token_ids, self.weight)
+            return kernels.embed(token_ids, self.weight, scale=self._scale)
         partial = kernels.embed_part(token_ids, self.weight, self._tokens.start)
-        return kernels.reduce_ranks(partial, self._ranks, dtype=self.weight.data.dtype)
+        dtype = self.weight.data.dtype
+        return kernels.reduce_ranks(partial, self._ranks, dtype=dtype, scale=self._scale)
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
@@ -101,6 +118,7 @@ class Linear(PackedModule):
         out_features: width of the output, or this rank's range of it.
         bias: whether it has a bias.
         ranks: the group that adds up the outputs if this rank has a range of the inputs.
+        scale: factor on the outputs.
     """
 
     def __init__(
@@ -110,12 +128,13 @@ class Linear(PackedModule):
         *,
         bias: bool,
         ranks: RankGroup | None = None,
+        scale: float = 1.0,
     ) -> None:
         inputs, outputs = _as_cut(in_features), _as_cut(out_features)
         super().__init__(outputs.size, inputs.size, WeightUse.LINEAR)
         self.inputs, self.outputs = inputs, outputs
         self.bias = nn.Parameter(torch.empty(outputs.size)) if bias else None
-        self._ranks = ranks
+        self._ranks, self._scale = ranks, scale
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]` and adds `residual`, if any.
@@ -123,9 +142,11 @@ class Linear(PackedModule):
         The content of `residual` is undefined afterwards, as the result may use its memory.
         """
         if self._ranks is None:
-            return kernels.linear(hidden, self.weight, self.bias, residual)
+            return kernels.linear(hidden, self.weight, self.bias, residual, scale=self._scale)
         partial = kernels.linear(hidden, self.weight, out_dtype=torch.float32)
-        return kernels.reduce_ranks(partial, self._ranks, self.bias, residual, dtype=hidden.dtype)
+        return kernels.reduce_ranks(
+            partial, self._ranks, self.bias, residual, dtype=hidden.dtype, scale=self._scale
+        )
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
@@ -238,25 +259,33 @@ class TransposedFusedLinear(FusedLinear):
 
 
 class GatedLinear(_JoinedLayers):
-    """The gated product `silu(gate(hidden)) * up(hidden)`.
+    """The gated product `activation(gate(hidden)) * up(hidden)`.
 
     Args:
         in_features: width of the input.
         out_features: width of the output and of each of the two layers, on this rank.
+        activation: the function of the gate.
         bias: whether the layers have biases.
         is_joined: whether the checkpoint has one tensor for both, the gate's rows first.
     """
 
     def __init__(
-        self, in_features: int, out_features: Cut, *, bias: bool, is_joined: bool = False
+        self,
+        in_features: int,
+        out_features: Cut,
+        activation: Activation,
+        *,
+        bias: bool,
+        is_joined: bool = False,
     ) -> None:
         parts = {"gate_proj": out_features, "up_proj": out_features}
         use = WeightUse.GATED_LINEAR
         super().__init__(in_features, parts, use, bias=bias, is_joined=is_joined)
+        self._activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]`."""
-        return kernels.linear_gated(hidden, self.weight, self.bias, Activation.SILU)
+        return kernels.linear_gated(hidden, self.weight, self.bias, self._activation)
 
 
 def _as_cut(features: int | Cut) -> Cut:

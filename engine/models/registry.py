@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from engine.models.config import decoder_config, gpt2_config, opt_config
+from engine.models.config import gpt2_config, opt_config
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
+from engine.models.decoder_config import decoder_config
 from engine.models.decoder_families import (
+    gemma2_config,
+    gemma3_config,
     glm4_config,
+    granite_config,
     olmo2_config,
     olmo3_config,
     phi3_config,
@@ -63,7 +67,10 @@ class ModelFamily:
 # By the architecture in config.json.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
+        "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
+        "GraniteForCausalLM": ModelFamily("granite", granite_config, Decoder),
         "Lfm2ForCausalLM": ModelFamily("lfm2", lfm2_config, Lfm2),
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
         "MistralForCausalLM": ModelFamily("mistral", decoder_config, Decoder),

@@ -59,6 +59,11 @@ class TensorPart:
         return all(cut.is_whole for cut in self.cuts)
 
     @property
+    def is_of_whole_rows(self) -> bool:
+        """Whether it is a range of the first axis, whose elements follow each other in a file."""
+        return all(cut.is_whole for cut in self.cuts[1:])
+
+    @property
     def index(self) -> tuple[slice, ...]:
         """The part as an index of the whole tensor."""
         return tuple(cut.slice for cut in self.cuts)

@@ -103,9 +103,10 @@ def reduce_ranks(
     residual: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     if not isinstance(ranks, SharedMemoryRanks):
-        return reference.reduce_ranks(partial, ranks, bias, residual, dtype=dtype)
+        return reference.reduce_ranks(partial, ranks, bias, residual, dtype=dtype, scale=scale)
     assert _is_host_matrix(partial)
     assert bias is None or is_vector(bias, partial.shape[1], dtype)
     if residual is not None:
@@ -122,6 +123,7 @@ def reduce_ranks(
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
+        scale,
         out.data_ptr(),
         keep=(partial, out) if residual is None else (partial, residual, out),
     )

@@ -7,7 +7,7 @@ from kernels.dispatch import kernel
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import Rotation
 
-__all__ = ["activate", "apply_rotary", "gate_rows", "rms_norm", "rotary_angles", "row_maxima"]
+__all__ = ["activate", "apply_rotary", "gate_rows", "layer_norm", "rms_norm", "rotary_angles", "row_maxima"]
 
 
 @kernel("hidden.device", "hidden.dtype")
@@ -63,6 +63,18 @@ def activate(values: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation is Activation.SIGMOID:
         return values.sigmoid()
     return F.gelu(values, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+
+
+@kernel("hidden.device", "hidden.dtype")
+def layer_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    normed = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
+    return normed if residual is None else residual + normed
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ def reduce_ranks(
     residual: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Adds up the ranks' tensors, then a bias and a residual, and rounds once.
+    """Computes `scale * (sum over the ranks + bias) + residual`, and rounds once.
 
     Args:
         partial: `[rows, columns]` float32, contiguous; this rank's.
@@ -25,6 +26,7 @@ def reduce_ranks(
         bias: `[columns]` of `dtype`, equal on all ranks.
         residual: `[rows, columns]` of `dtype`, equal on all ranks.
         dtype: of the result.
+        scale: a factor.
 
     Returns:
         `[rows, columns]`, equal to the bit on all ranks.
@@ -32,6 +34,7 @@ def reduce_ranks(
     total = ranks.all_reduce(partial)
     if bias is not None:
         total = total + bias.float()
+    total = total * scale
     if residual is not None:
         total = total + residual.float()
     return total.to(dtype)

@@ -10,7 +10,14 @@ from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress, EngineOutput, EngineRequest
 from engine.runtime.draws import logprobs as logprobs_module
 from engine.runtime.forward.recorded_steps import RecordedSteps
-from tests.support.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, prompt_of, tiny_checkpoint
+from tests.support.checkpoints import (
+    DECODER_VARIANTS,
+    FAMILIES,
+    VARIANTS,
+    VOCAB_SIZE,
+    prompt_of,
+    tiny_checkpoint,
+)
 from tests.support.logprob_checks import check_details, check_tokens, reference_logprobs
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, engine, run_all, tokens_of
@@ -123,14 +130,18 @@ def test_features_change_no_logprob(variant: str, feature: str) -> None:
             assert core.scheduler.load().num_preemptions > 0
 
 
+TELLING = ("gemma3", "granite", "olmo3")  # with all of what decoders differ in
+
+
 @pytest.mark.parametrize(
     "variant",
     [
         *sorted(set(FAMILIES) - {"llama"}),
         *(
             pytest.param(variant, marks=pytest.mark.slow)
-            for variant in sorted(set(VARIANTS) - set(FAMILIES))
+            for variant in sorted({*VARIANTS, *DECODER_VARIANTS} - {*FAMILIES, *TELLING})
         ),
+        *TELLING,
     ],
 )
 def test_families(variant: str) -> None:

@@ -97,8 +97,13 @@ def test_greedy_tokens_match_transformers(variant):
     assert drawn == [reference_greedy(path, prompt, num_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt", "gpt2", "lfm2"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        *product(["llama", "qwen3", "opt", "gpt2", "lfm2"], ["bfloat16", "float16"]),
+        *((variant, "bfloat16") for variant in ("gemma2", "granite", "olmo3", "phi3_partial")),
+    ],
+)
 def test_half_precision_errors_are_at_most_little_above_those_of_transformers(variant, dtype):
     prompt = prompt_of(43)
     session = PagedSession(loaded(variant, dtype), (43,))

@@ -43,6 +43,8 @@ CASES = [
     ("llama_sharded", 1, 3, OVERLAPPED),
     ("qwen3_four_layers", 2, 2, OVERLAPPED),
     ("qwen2_four_layers", 1, 2, {}),
+    ("gemma2", 2, 2, {}),
+    ("smollm3", 1, 4, OVERLAPPED),
 ]
 
 

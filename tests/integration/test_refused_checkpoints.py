@@ -204,7 +204,7 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     ("llama", rope_scaling(**YARN, factor=1e30), "factor 1e+30 times"),
     ("llama", rope_scaling(**YARN, factor=1e308), "factor 1e+308 times"),
     ("llama", rope_scaling(**YARN, factor=4) | {"rope_theta": 1.0}, "rope_theta 1.0 is not"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']"),
     ("llama", {"quantization_config": {}}, "quantization_config {} is not supported"),
 ]

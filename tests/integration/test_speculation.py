@@ -20,7 +20,10 @@ from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
-VARIANTS = ("llama", "gpt2", "opt", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding")
+VARIANTS = (
+    *("llama", "gpt2", "opt", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding"),
+    "gemma3",
+)
 DRAFTING = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
     "max_num_batched_tokens": 48,  # room for the draft tokens of all sequences

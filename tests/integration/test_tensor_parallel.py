@@ -45,6 +45,11 @@ CASES = [
     ("qwen3_mostly_sliding", 4),
     ("qwen2_alternating", 2),
     ("llama_sharded", 2),
+    ("olmo3", 4),  # norms of whole projections; of two KV heads
+    ("phi3_partial", 2),  # joined tensors
+    ("glm4", 2),  # rows in another order
+    ("gemma3", 2),
+    ("granite", 4),  # factors, and biases
 ]
 
 

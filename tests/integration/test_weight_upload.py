@@ -84,7 +84,7 @@ def test_buffers_are_overwritten_only_after_the_device_has_copied_them(stored):
         assert not buffer.is_copied_from
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", sorted({*VARIANTS, "glm4", "phi3"}))
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_models_load_the_same_weights_as_without_an_upload(variant, dtype, monkeypatch):
     folder = str(tiny_checkpoint(variant))

@@ -1,6 +1,7 @@
 """Recorded steps of whole models give the same bits as steps that run through Python."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import kernels
 from engine.runtime.forward import recorded_steps
 from engine.runtime.forward.batch_inputs import StepInputs
 from engine.runtime.forward.recorded_steps import RecordedSteps
-from tests.support.checkpoints import VARIANTS, prompt_of
+from tests.support.checkpoints import DECODER_VARIANTS, VARIANTS, prompt_of
 from tests.support.expert_variants import EXPERT_VARIANTS
 from tests.support.kernel_checks import IS_NATIVE, native_only
 from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded
@@ -86,7 +87,7 @@ def run_recorded(steps, session, work, wanted=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *EXPERT_VARIANTS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS])
 def test_recorded_decode_steps_equal_plain_ones(variant, dtype):
     plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
     model, decode = recorder_of(recorded)
@@ -114,8 +115,13 @@ def chunk_work(session, step):
     return [(i, prompts[i][session.done[i] :][:num_tokens]) for i, num_tokens in step]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *EXPERT_VARIANTS])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        *product([*VARIANTS, *EXPERT_VARIANTS], ["float32", "bfloat16"]),
+        *((variant, "bfloat16") for variant in ("gemma2", "gemma3", "olmo3", "smollm3_sliding")),
+    ],
+)
 def test_recorded_chunk_steps_equal_plain_ones(variant, dtype):
     plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
     model, steps = recorder_of(recorded)

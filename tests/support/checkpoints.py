@@ -155,6 +155,46 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": SMALL_WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Two layer groups, whose layers have different rotary embeddings.
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": SLIDING_WINDOW,
+            "sliding_window_pattern": 2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("phi3", {}),
     "phi3_partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
@@ -362,6 +402,8 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
         return noise * 1.5 / noise.shape[2] ** 0.5
     if name == "bias":
         return noise * 0.2
+    if module_kind.startswith("Gemma") and "Norm" in module_kind:
+        return noise * 0.2  # the factor is 1 + weight
     if "Norm" in module_kind:
         return 1 + noise * 0.2
     return noise * 0.15  # embeddings

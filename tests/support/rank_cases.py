@@ -26,6 +26,7 @@ class ReduceCase:
     dtype: torch.dtype
     has_bias: bool
     residual_stride: int | None
+    scale: float = 1.0
 
     def partial(self, rank: int) -> torch.Tensor:
         return _numbers(rank, self.num_rows, self.num_columns)
@@ -43,7 +44,9 @@ class ReduceCase:
 
     def run(self, ranks: RankGroup) -> torch.Tensor:
         partial = self.partial(ranks.rank)
-        return kernels.reduce_ranks(partial, ranks, self.bias, self.residual, dtype=self.dtype)
+        return kernels.reduce_ranks(
+            partial, ranks, self.bias, self.residual, dtype=self.dtype, scale=self.scale
+        )
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from baton.common.errors import ConfigurationError
-from engine.models.config import DecoderConfig, decoder_config
 from engine.models.config_fields import ConfigFields
+from engine.models.decoder_config import DecoderConfig, decoder_config
 from engine.models.heads import Eagle3Head, EagleHead, MedusaConfig, MedusaHeads
 from engine.models.layers import CausalModel, checkpoint_tensors
 from engine.models.tensor_parts import TensorPart

@@ -250,7 +250,7 @@ def _copy_weights(
         if (
             device.type in _UPLOADED_TO
             and open_file is open_safetensors
-            and all(part.is_whole for part in _all_parts(parts))
+            and all(part.is_of_whole_rows for part in _all_parts(parts))
         ):
             upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
             return
@@ -263,7 +263,7 @@ def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, We
     """Returns each tensor's place in the files and its target, in the order of the files."""
     places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
     stored = [
-        (places[file][name], part.target)
+        (places[file][name].rows(part.cuts[0]), part.target)
         for file, name, expected in matches
         for part in parts[expected]
     ]

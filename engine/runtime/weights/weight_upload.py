@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,7 @@ import torch
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import unreadable
 from engine.models.tensor_parts import WeightTarget
+from kernels import Cut
 
 __all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
 
@@ -54,6 +55,16 @@ class StoredTensor:
     num_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def rows(self, cut: Cut) -> "StoredTensor":
+        """Returns a range of the first axis as a tensor."""
+        row_bytes = self.num_bytes // cut.total
+        return replace(
+            self,
+            offset=self.offset + cut.start * row_bytes,
+            num_bytes=cut.size * row_bytes,
+            shape=(cut.size, *self.shape[1:]),
+        )
 
 
 class HostBuffer:

@@ -246,7 +246,7 @@ struct DrawTokens {
   int64_t* out;         // [count]
 };
 
-// out[m] = sum over all ranks of partial[m], in their order, + bias + residual[m]
+// out[m] = scale * (sum over all ranks of partial[m], in their order, + bias) + residual[m]
 struct ReduceRanks {
   ElementType element;  // of bias, residual and out
   RankGroup* ranks;
@@ -256,6 +256,7 @@ struct ReduceRanks {
   const void* bias;      // [size], or null
   const void* residual;  // or null
   int64_t residual_stride;
+  double scale;
   void* out;  // [num_rows, size]
 };
 

@@ -24,6 +24,7 @@ void sum_row(const ReduceRanks& job, const std::array<const float*, RankGroup::k
   const auto* residual = static_cast<const Stored*>(job.residual);
   if (residual) residual += row * job.residual_stride;
   auto* out = static_cast<Stored*>(job.out) + row * size;
+  const auto scale = static_cast<float>(job.scale);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
     Floats total = load<Floats>(parts[0] + in_piece * size + i);
@@ -31,6 +32,7 @@ void sum_row(const ReduceRanks& job, const std::array<const float*, RankGroup::k
       total += load<Floats>(parts[static_cast<size_t>(rank)] + in_piece * size + i);
     }
     if (bias) total += E::widen_lanes(bias + i);
+    total *= broadcast(scale);
     if (residual) total += E::widen_lanes(residual + i);
     E::narrow_lanes(out + i, total);
   }
@@ -40,6 +42,7 @@ void sum_row(const ReduceRanks& job, const std::array<const float*, RankGroup::k
       total += parts[static_cast<size_t>(rank)][in_piece * size + i];
     }
     if (bias) total += E::widen_one(bias[i]);
+    total *= scale;
     if (residual) total += E::widen_one(residual[i]);
     out[i] = E::narrow_one(total);
   }

@@ -12,7 +12,7 @@ from engine.models.tensor_parts import (
     renamed_parts,
 )
 from engine.runtime.weights.loader import allocate_modules
-from kernels import Cut
+from kernels import Activation, Cut
 
 WIDTH = 5
 HEAD = 4
@@ -58,7 +58,7 @@ def test_a_joined_tensor_fills_the_same_rows_as_separate_ones(rank, num_ranks):
 @pytest.mark.parametrize("cut", [Cut.whole(6), Cut(6, 2, 5)])
 def test_a_joined_gated_layer_has_the_gates_rows_first(cut):
     gate, up = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
-    module = GatedLinear(WIDTH, cut, bias=False, is_joined=True)
+    module = GatedLinear(WIDTH, cut, Activation.SILU, bias=False, is_joined=True)
     allocate_modules(module, torch.float32, torch.device("cpu"))
     stored = torch.cat((gate, up))
     for part in module.checkpoint_tensors("mlp.gate_up_proj"):

@@ -9,6 +9,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.common.errors import ConfigurationError
+from engine.models.config_defaults import DEFAULTS
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.registry import FAMILIES
@@ -22,7 +23,10 @@ ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "opt": "OPTForCausalLM",
@@ -71,7 +75,21 @@ def test_a_config_does_not_change(model_type):
 @pytest.mark.parametrize(
     ("model_type", "fields", "named"),
     [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("gemma2", {"hidden_activation": "mish"}, "hidden_activation 'mish'"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention True is not supported",
+        ),
+        ("gemma3_text", {"rope_local_base_freq": 0}, "rope_local_base_freq is 0"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "it must be an object per layer type",
+        ),
+        ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping is -1"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
         ("llama", rope_fields("proportional"), "rope_type 'proportional'"),
         ("llama", rope_fields("dynamic"), "rope_type 'dynamic' needs factor"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
@@ -250,6 +268,71 @@ def test_an_lfm2_model_has_the_tensors_of_transformers(fields):
         del expected["lm_head.weight"]
     parts = build_model("lfm2", **fields).checkpoint_tensors()
     assert {name: tensor[0].tensor_shape for name, tensor in parts.items()} == expected
+
+
+DECODERS = sorted(ARCHITECTURE.keys() - {"opt", "gpt2"})
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_defaults_are_those_of_transformers(model_type):
+    source = source_config(model_type)
+    for name, default in DEFAULTS[model_type].items():
+        # Classes complete fields that are None, and have no attributes for some older fields.
+        is_kept = name not in ("num_key_value_heads", "sliding_window")
+        if default is not None and is_kept and hasattr(source, name):
+            assert (name, getattr(source, name)) == (name, default)
+    config = read_config_of(model_type)
+    windows = [source.sliding_window if windowed else None for windowed in is_windowed(source)]
+    assert list(config.sliding_windows) == windows
+    assert config.num_kv_heads == source.num_key_value_heads
+    assert config.head_dim == getattr(source, "head_dim", config.head_dim)
+
+
+def is_windowed(source):
+    """Whether each layer has a window in transformers, which not all families list by layer."""
+    if source.model_type in ("mistral", "phi3"):
+        return [source.sliding_window is not None] * source.num_hidden_layers
+    types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
+    return [layer_type == "sliding_attention" for layer_type in types]
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma3_text", {}),
+        ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 2e4}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {"sliding_attention": {"rope_theta": 3e4}},
+                "layer_types": ["full_attention", "sliding_attention"] * 4,
+            },
+        ),
+        ("olmo3", {"rope_theta": 1e5, "rope_scaling": YARN}),
+        ("olmo3", {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e5}}}),
+    ],
+)
+def test_rotary_embeddings_by_layer_type_are_those_of_transformers(model_type, fields):
+    fields = {"num_hidden_layers": 8, "head_dim": 16, "max_position_embeddings": 4096, **fields}
+    source = source_config(model_type, **copy.deepcopy(fields))
+    config = read_config_of(model_type, **copy.deepcopy(fields))
+    for layer, layer_type in enumerate(source.layer_types):
+        index = config.rope_of[layer]
+        parameters = source.rope_parameters[layer_type]
+        if parameters["rope_type"] == "default":
+            exponents = torch.arange(0, 16, 2, dtype=torch.float32) / 16
+            frequencies, amplitude = 1 / parameters["rope_theta"] ** exponents, 1.0
+        else:
+            initialize = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+            frequencies, amplitude = initialize(source, layer_type=layer_type)
+        rotary = RotaryEmbedding(config.ropes[index])
+        torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
+        assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
 
 
 def test_yarn_extends_max_model_len():

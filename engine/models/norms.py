@@ -1,0 +1,62 @@
+"""Norms over the last axis, with a learned scale."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+import kernels
+from engine.models.tensor_parts import StoredModule, TensorPart
+from kernels import Cut, NormKind, RankGroup
+
+__all__ = ["RmsNorm"]
+
+
+class RmsNorm(StoredModule):
+    """Root-mean-square norm with a learned scale over the last axis.
+
+    Args:
+        size: width of the axis, or this rank's range of it.
+        eps: added to the mean of squares.
+        kind: where the result is rounded, and whether 1 is added to the scale.
+        ranks: the ranks that share the axis; None if this rank has all of it.
+    """
+
+    def __init__(
+        self,
+        size: int | Cut,
+        eps: float,
+        kind: NormKind = NormKind.ROUNDED,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self._cut = Cut.whole(size) if isinstance(size, int) else size
+        self.weight = nn.Parameter(torch.empty(self._cut.size))
+        self.eps, self.kind = eps, kind
+        self._ranks = ranks
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalizes `[..., size]`, and adds `residual`; returns the same shape.
+
+        The content of `residual` is undefined afterwards, as the result may use its memory.
+        """
+        if self._ranks is not None:
+            assert residual is None
+            return self._forward_part(hidden, self._ranks)
+        return kernels.rms_norm(hidden, self.weight, self.eps, kind=self.kind, residual=residual)
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        yield TensorPart(f"{path}.weight", self.weight, (self._cut,))
+
+    def _forward_part(self, hidden: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        """Normalizes this rank's part of rows, `[rows, size]`, by the mean over all ranks."""
+        assert self.kind is NormKind.WIDE, "no family divides rows with another kind of norm"
+        wide = hidden.float()
+        squares = kernels.reduce_ranks(
+            wide.pow(2).sum(-1, keepdim=True), ranks, dtype=torch.float32
+        )
+        # Ranks that have the same heads count them once each.
+        scale = torch.rsqrt(squares / (ranks.size * self._cut.size) + self.eps)
+        return (wide * scale * self.weight.float()).to(hidden.dtype)
