@@ -17,6 +17,7 @@ __all__ = [
     "COMBINE_EXPERTS",
     "DRAW_TOKENS",
     "EXPERT_LINEAR",
+    "GATED_DELTA",
     "GATHER_COLUMNS",
     "LINEAR",
     "PAGED_ATTENTION",
@@ -88,7 +89,8 @@ GATHER_COLUMNS = _command(10, "i pii w")
 ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
 EXPERT_LINEAR = _command(12, "i pi ii p iii p i pp w")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
-SHORT_CONV = _command(14, "i pi ii pp piii i p w")
+SHORT_CONV = _command(14, "ii pi ii pp piii i p w")
+GATED_DELTA = _command(15, "i pi pi pi pi pi pp iiii piii i p w")
 
 
 class NativeKernels:

@@ -70,6 +70,7 @@ void run_one(const Command& command) {
     case Code::kExpertLinear: return run_as<ExpertLinear>(command);
     case Code::kCombineExperts: return run_as<CombineExperts>(command);
     case Code::kShortConv: return run_as<ShortConv>(command);
+    case Code::kGatedDelta: return run_as<GatedDelta>(command);
   }
 }
 
