@@ -11,6 +11,7 @@ from kernels.layer_kinds import NormKind
 
 __all__ = [
     "AttentionMetadata",
+    "DeltaGates",
     "LayerKv",
     "LayerState",
     "LogitRows",
@@ -207,3 +208,21 @@ class QkNorms:
     key_weight: torch.Tensor
     eps: float
     kind: NormKind = NormKind.ROUNDED
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """What decides how much the gated delta rule writes and forgets, per token and head.
+
+    Attributes:
+        update: `[num_tokens, num_heads]`; its sigmoid is the share of the difference that is
+            written.
+        decay: `[num_tokens, num_heads]`; with `decay_bias`, the input of a softplus.
+        log_rates: `[num_heads]`; logarithms of the rates at which the state decays.
+        decay_bias: `[num_heads]`.
+    """
+
+    update: torch.Tensor
+    decay: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor

@@ -21,7 +21,15 @@ Pure: imports no torch. `kvstore.mover.pool_objects.view_blocks` makes tensors o
 import math
 from dataclasses import dataclass
 
-__all__ = ["DTYPE_BYTES", "FP8", "LAYOUT_VERSION", "SCALE_BYTES", "KvLayout", "StateLayout", "StatePart"]
+__all__ = [
+    "DTYPE_BYTES",
+    "FP8",
+    "LAYOUT_VERSION",
+    "SCALE_BYTES",
+    "KvLayout",
+    "StateLayout",
+    "StatePart",
+]
 
 LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}

@@ -18,6 +18,7 @@ __all__ = [
     "DRAW_TOKENS",
     "EXPERT_LINEAR",
     "GATE_ROWS",
+    "GATED_DELTA",
     "GATHER_COLUMNS",
     "LINEAR",
     "PAGED_ATTENTION",
@@ -89,8 +90,9 @@ GATHER_COLUMNS = _command(10, "i pii w")
 ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
 EXPERT_LINEAR = _command(12, "i pi ii p iii p ii pp w")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
-SHORT_CONV = _command(14, "i pi ii pp piii i p w")
 GATE_ROWS = _command(15, "i pi pi ii i w")
+SHORT_CONV = _command(14, "ii pi ii pp piii i p w")
+GATED_DELTA = _command(16, "i pi pi pi pi pi pp iiii piii i p w")
 
 
 class NativeKernels:

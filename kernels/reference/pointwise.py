@@ -7,7 +7,15 @@ from kernels.dispatch import kernel
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import Rotation
 
-__all__ = ["activate", "apply_rotary", "gate_rows", "layer_norm", "rms_norm", "rotary_angles", "row_maxima"]
+__all__ = [
+    "activate",
+    "apply_rotary",
+    "gate_rows",
+    "layer_norm",
+    "rms_norm",
+    "rotary_angles",
+    "row_maxima",
+]
 
 
 @kernel("hidden.device", "hidden.dtype")

@@ -1,5 +1,7 @@
 """Kernels of recurrent layers: results against float64, and which slots they read and store."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,14 @@ from tests.support.kernel_checks import (
     normal,
     on_threads,
 )
-from tests.support.state_cases import check_conv, conv_case, state_step
+from tests.support.state_cases import (
+    check_conv,
+    check_delta,
+    conv_case,
+    delta_case,
+    poisoned_slots,
+    state_step,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -24,15 +33,23 @@ SHAPES = [(1, 2), (5, 3), (16, 4), (33, 3), (2051, 3), (12, 6)]  # channels, wid
 
 def check(case, spans, tables, block_size, *, num_slots=20, slices=1, heads=None, unkept=None):
     states = case.slots(num_slots, slices, heads)
-    return check_conv(kernels.short_conv, case, states, spans, tables, block_size, unkept=unkept)
+    conv = kernels.short_conv if case.is_gated else kernels.conv_silu
+    return check_conv(conv, case, states, spans, tables, block_size, unkept=unkept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("channels", "width"), SHAPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_short_conv(channels, width, has_bias, dtype):
+@pytest.mark.parametrize(("has_bias", "is_gated"), [(False, True), (True, True), (True, False)])
+def test_convolutions(channels, width, has_bias, is_gated, dtype):
     spans = [(0, 9), (6, 1), (3, 6), (0, 1), (8, 2), (1, 1)]
-    case = conv_case([start + n for start, n in spans], channels, width, dtype, has_bias=has_bias)
+    case = conv_case(
+        [start + n for start, n in spans],
+        channels,
+        width,
+        dtype,
+        has_bias=has_bias,
+        is_gated=is_gated,
+    )
     tables = [[1, -1, 2], [-1, 3], [4, 5, -1], [6], [-1, 7, 8], [9]]
     check(case, spans, tables, block_size=4)
 
@@ -84,7 +101,7 @@ def test_a_tokens_bits_depend_neither_on_chunks_nor_on_other_sequences(width, dt
         start, parts = 0, []
         for length in cuts:
             state = state_step([(start, length)], [[0] * 18], 4, (states,))
-            rows = case.gates[0][start : start + length]
+            rows = case.rows_of[0][start : start + length]
             parts.append(kernels.short_conv(rows, case.weight, case.bias, state))
             start += length
         assert torch.equal(torch.cat(parts), whole)
@@ -124,3 +141,92 @@ def test_a_recorded_convolution_runs_for_other_sequences(dtype):
         assert torch.equal(out, run(current))
         assert torch.equal(stored[:2], states[:2])
         assert not torch.equal(stored[:2], kept[:2])
+
+
+@native_only("other kernels record nothing")
+def test_a_recorded_delta_rule_runs_for_other_sequences():
+    case = delta_cases([30, 30], (2, 4, 16, 20), torch.bfloat16)
+    slots, norm = delta_slots(case, 8), normal(20, dtype=torch.bfloat16)
+    recorded = state_step([(0, 2), (0, 2)], [[0], [1]], 8, (slots,))
+    *heads, gates = case.arguments([(0, 2), (0, 2)], CPU)
+
+    def run(state):
+        return kernels.rms_norm(kernels.gated_delta(*heads, gates, state), norm, 1e-6)
+
+    _, step = kernels.record_step(CPU, Arena(), lambda: run(recorded))
+    assert step is not None
+    kept, current = slots.clone(), state_step([(2, 1), (2, 3)], [[0], [1]], 8, (slots,), [0, 2])
+    kernels.point_to(recorded.meta, current.meta)
+    out, stored = step.run().clone(), slots.clone()
+    slots.copy_(kept)
+    assert torch.equal(out, run(current))
+    assert torch.equal(stored[:2], slots[:2])
+    assert not torch.equal(stored[:2], kept[:2])
+
+
+# Key heads, heads, width of keys, width of values.
+HEADS = [(1, 1, 1, 1), (2, 6, 17, 5), (3, 3, 8, 33), (1, 2, 128, 128)]
+
+
+def delta_slots(case, num_slots, slices=1):
+    (_, key, value), *_ = case.heads
+    heads, width = value.shape[1] // slices, key.shape[2] * value.shape[2]
+    return poisoned_slots(num_slots, slices, heads, width, torch.float32)
+
+
+def delta_cases(lengths, heads, dtype):
+    names = ("num_key_heads", "num_heads", "key_dim", "value_dim")
+    return delta_case(lengths, **dict(zip(names, heads, strict=True)), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_gated_delta(heads, dtype):
+    spans = [(0, 9), (6, 1), (3, 26), (0, 1), (8, 2)]
+    case = delta_cases([start + length for start, length in spans], heads, dtype)
+    # The third sequence's slot moves from its first block to its last one.
+    tables = [[1, -1, 2], [-1, 3], [4, 5, -1, -1, -1, -1, -1, 4], [6], [-1, 7, 8]]
+    for unkept in (None, [2, 0, 5, 0, 1]):
+        slots = delta_slots(case, 9)
+        check_delta(kernels.gated_delta, case, slots, spans, tables, 4, unkept=unkept)
+
+
+def test_gated_delta_in_head_slices():
+    case = delta_cases([20, 11], (2, 4, 6, 5), torch.float32)
+    for slices in (2, 4):
+        check_delta(
+            kernels.gated_delta,
+            case,
+            delta_slots(case, 5, slices),
+            [(5, 15), (9, 2)],
+            [[1, -1, 2], [3, 4]],
+            8,
+        )
+
+
+@native_only("torch's sums depend on the size of a batch")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_bits_depend_neither_on_chunks_nor_on_threads(dtype):
+    case = delta_cases([70, 70], (2, 4, 19, 35), dtype)
+
+    def whole():
+        spans, tables = [(0, 70), (0, 70)], [[0] * 9, [1] * 9]
+        return check_delta(kernels.gated_delta, case, delta_slots(case, 2), spans, tables, 8)[:70]
+
+    first, *others = on_threads([1, 3], whole)
+    assert all(torch.equal(other, first) for other in others)
+    for cuts in ([1] * 70, [3, 1, 5, 60, 1], [64, 6], [33, 37]):
+        start, parts, slots = 0, [], delta_slots(case, 2)
+        for length in cuts:
+            spans = [(start, length), (start, 1)]
+            state = state_step(spans[:1], [[0] * 9], 8, (slots,))
+            arguments = case.arguments(spans, CPU)
+            heads = [part[:length] for part in arguments[:3]]
+            gates = replace(
+                arguments[3],
+                update=arguments[3].update[:length],
+                decay=arguments[3].decay[:length],
+            )
+            parts.append(kernels.gated_delta(*heads, gates, state))
+            start += length
+        assert torch.equal(torch.cat(parts), first)

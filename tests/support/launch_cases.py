@@ -40,7 +40,7 @@ from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
 from tests.support.preparation_cases import make_case as preparation_case
 from tests.support.row_cases import RowCase
-from tests.support.state_cases import conv_case, state_step
+from tests.support.state_cases import conv_case, delta_case, poisoned_slots, state_step
 
 __all__ = ["CASES"]
 
@@ -182,7 +182,19 @@ def _convolve(spans, dtype=BF16, **options) -> None:
     case = conv_case([start + length for start, length in spans], 256, 3, dtype, **options)
     tables = [[index] * 20 for index in range(len(spans))]
     state = state_step(spans, tables, 16, (case.slots(len(spans)),), [0] * len(spans))
-    recurrent.short_conv(case.rows(spans), case.weight, case.bias, state)
+    conv = recurrent.short_conv if case.is_gated else recurrent.conv_silu
+    conv(case.rows(spans), case.weight, case.bias, state)
+
+
+def _delta(spans, dtype=BF16) -> None:
+    lengths = [start + length for start, length in spans]
+    case = delta_case(
+        lengths, num_key_heads=2, num_heads=4, key_dim=128, value_dim=128, dtype=dtype
+    )
+    slots = poisoned_slots(len(spans), 1, 4, 128 * 128, FP32)
+    tables = [[index] * 20 for index in range(len(spans))]
+    state = state_step(spans, tables, 16, (slots,), [0] * len(spans))
+    recurrent.gated_delta(*case.arguments(spans, CPU), state)
 
 
 CASES: Mapping[str, Callable[[], None]] = {
@@ -217,6 +229,8 @@ CASES: Mapping[str, Callable[[], None]] = {
     "rules": _rules,
     "rows": _rows,
     "convolution": partial(_convolve, DECODE),
+    "convolution without gates": partial(_convolve, DECODE, is_gated=False),
+    "gated delta": partial(_delta, [(30, 1), (0, 20)]),
     "convolution of prompts, float32": partial(_convolve, [(30, 1), (0, 70)], FP32, has_bias=True),
 }
 

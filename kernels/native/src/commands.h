@@ -46,6 +46,7 @@ enum class Code : int64_t {
   kCombineExperts = 13,
   kShortConv = 14,
   kGateRows = 15,
+  kGatedDelta = 16,
 };
 
 // out[m][n] = cap(scale * activation(sum over k of input[m][k] * weight[n][k] + bias[n])) +
@@ -329,12 +330,14 @@ struct CombineExperts {
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
-// out[t] = C[t] * (sum over j of weight[j] * u[t - width + 1 + j] + bias), u = B * x, by channel,
-// where B, C and x are the thirds of input[t]; see kernels/reference/recurrent.py. The state holds
-// the last width - 1 values of u; kernels.LayerState says when it is read and stored.
+// y[t] = sum over j of weight[j] * u[t - width + 1 + j] + bias, by channel. With gates,
+// out[t] = C[t] * y[t] and u = B * x, where B, C and x are the thirds of input[t]; else
+// out[t] = silu(y[t]) and u = input. See kernels/reference/recurrent.py. The state holds the last
+// width - 1 values of u; kernels.LayerState says when it is read and stored.
 struct ShortConv {
   ElementType element;
-  const void* input;  // [num_tokens, 3 * channels]
+  int64_t is_gated;
+  const void* input;  // [num_tokens, channels], or three times as many
   int64_t input_stride;
   int64_t channels;
   int64_t width;
@@ -360,6 +363,35 @@ struct GateRows {
   int64_t size;
   Activation activation;
   void* out;  // [num_rows, size]
+};
+
+// The gated delta rule; see kernels/reference/recurrent.py. Key head i belongs to the heads from
+// i * num_heads / num_key_heads on.
+struct GatedDelta {
+  ElementType element;  // of everything but the states
+  const void* query;    // [num_tokens, num_key_heads, key_dim]
+  int64_t query_stride;
+  const void* key;
+  int64_t key_stride;
+  const void* value;  // [num_tokens, num_heads, value_dim]
+  int64_t value_stride;
+  const void* update;  // [num_tokens, num_heads]
+  int64_t update_stride;
+  const void* decay;
+  int64_t decay_stride;
+  const void* log_rates;  // [num_heads]
+  const void* decay_bias;
+  int64_t num_key_heads;
+  int64_t num_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  float* states;  // [num_slots, slices, heads_per_slice, key_dim, value_dim]
+  int64_t slot_stride;
+  int64_t slice_stride;
+  int64_t heads_per_slice;
+  int64_t block_size;
+  const Batch* batch;
+  void* out;  // [num_tokens, num_heads, value_dim]
 };
 
 constexpr int64_t kMaxFields = 32;
@@ -405,5 +437,6 @@ void run(const ExpertLinear&, Workers&);
 void run(const CombineExperts&, Workers&);
 void run(const ShortConv&, Workers&);
 void run(const GateRows&, Workers&);
+void run(const GatedDelta&, Workers&);
 
 }  // namespace baton

@@ -3,10 +3,9 @@
 // A task is a range of channels of one sequence. It goes from token to token, so a channel's
 // results depend on its own inputs alone: not on where a prompt is cut, nor on other sequences.
 #include <algorithm>
-#include <cstring>
 
 #include "commands.h"
-#include "element.h"
+#include "lanes.h"
 #include "sequence_span.h"
 
 namespace baton {
@@ -16,33 +15,16 @@ constexpr int64_t kTaskChannels = 1024;  // kernels/native/recurrent.py knows th
 constexpr int kMaxWidth = 4;
 static_assert(kTaskChannels % kLanes == 0);
 
-// kLanes elements, of which the first `count` are stored; the others are 0.
-template <class E>
-Floats read(const typename E::Stored* from, int64_t count) {
-  if (count >= kLanes) return E::widen_lanes(from);
-  typename E::Stored lanes[kLanes] = {};
-  std::memcpy(lanes, from, static_cast<size_t>(count) * sizeof *from);
-  return E::widen_lanes(lanes);
-}
-
-template <class E>
-void write(typename E::Stored* to, Floats values, int64_t count) {
-  if (count >= kLanes) return E::narrow_lanes(to, values);
-  typename E::Stored lanes[kLanes];
-  E::narrow_lanes(lanes, values);
-  std::memcpy(to, lanes, static_cast<size_t>(count) * sizeof *to);
-}
-
-// The value rounded as if it were stored between two operations.
-template <class E>
-Floats rounded(Floats values) {
-  typename E::Stored lanes[kLanes];
-  E::narrow_lanes(lanes, values);
-  return E::widen_lanes(lanes);
+// x / (1 + exp(-x)), with exp from the side that cannot overflow
+inline Floats silu(Floats x) {
+  const Floats magnitude = select(x < Floats{}, x, -x);  // -|x|
+  const Floats power = exp2_of_negative(magnitude * broadcast(1.44269504f));
+  const Floats one = broadcast(1.0f);
+  return x * select(x < Floats{}, power, one) / (one + power);
 }
 
 // Channels [first, first + count) of one sequence.
-template <class E, int width>
+template <class E, int width, bool is_gated>
 class ChannelRange {
  public:
   using Stored = typename E::Stored;
@@ -66,21 +48,24 @@ class ChannelRange {
 
   void advance(int64_t row, int64_t channel) {
     const int64_t place = first_ + channel, count = count_ - channel, size = job_.channels;
-    const auto* gates = static_cast<const Stored*>(job_.input) + row * job_.input_stride + place;
+    const auto* input = static_cast<const Stored*>(job_.input) + row * job_.input_stride + place;
     const auto* weight = static_cast<const Stored*>(job_.weight) + place;
-    const Floats before = read<E>(gates, count), after = read<E>(gates + size, count);
-    const Floats newest = rounded<E>(before * read<E>(gates + 2 * size, count));
+    Floats newest = read_lanes<E>(input, count);
+    if constexpr (is_gated) {
+      newest = rounded_lanes<E>(newest * read_lanes<E>(input + 2 * size, count));
+    }
     Floats total{};
     for (int j = 0; j < kPast; ++j) {
       const Floats value = load<Floats>(past_[j] + channel);
-      total += value * read<E>(weight + j * size, count);
+      total += value * read_lanes<E>(weight + j * size, count);
       if (j > 0) store(past_[j - 1] + channel, value);
     }
     store(past_[kPast - 1] + channel, newest);
-    total += newest * read<E>(weight + kPast * size, count);
-    if (job_.bias) total += read<E>(static_cast<const Stored*>(job_.bias) + place, count);
-    write<E>(static_cast<Stored*>(job_.out) + row * size + place, after * rounded<E>(total),
-             count);
+    total += newest * read_lanes<E>(weight + kPast * size, count);
+    if (job_.bias) total += read_lanes<E>(static_cast<const Stored*>(job_.bias) + place, count);
+    total = rounded_lanes<E>(total);
+    const Floats result = is_gated ? read_lanes<E>(input + size, count) * total : silu(total);
+    write_lanes<E>(static_cast<Stored*>(job_.out) + row * size + place, result, count);
   }
 
   void clear() {
@@ -122,23 +107,28 @@ class ChannelRange {
   alignas(64) float past_[kPast][kTaskChannels];
 };
 
-template <class E, int width>
+template <class E, int width, bool is_gated>
 void run_width(const ShortConv& job, Workers& workers) {
   if constexpr (width <= kMaxWidth) {
-    if (job.width != width) return run_width<E, width + 1>(job, workers);
+    if (job.width != width) return run_width<E, width + 1, is_gated>(job, workers);
     const int64_t ranges = (job.channels + kTaskChannels - 1) / kTaskChannels;
     workers.pool.run(job.batch->num_seqs * ranges, [&](int64_t task, int) {
       const SequenceSpan span(*job.batch, task / ranges, job.block_size);
-      ChannelRange<E, width>(job, span, task % ranges * kTaskChannels).run();
+      ChannelRange<E, width, is_gated>(job, span, task % ranges * kTaskChannels).run();
     });
   }
+}
+
+template <class E>
+void run_short_conv(const ShortConv& job, Workers& workers) {
+  job.is_gated ? run_width<E, 2, true>(job, workers) : run_width<E, 2, false>(job, workers);
 }
 
 }  // namespace
 
 void run(const ShortConv& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_width<Bfloat16, 2>(job, workers)
-                                        : run_width<Float32, 2>(job, workers);
+  job.element == ElementType::kBfloat16 ? run_short_conv<Bfloat16>(job, workers)
+                                        : run_short_conv<Float32>(job, workers);
 }
 
 }  // namespace baton

@@ -1,6 +1,8 @@
 // One sequence's tokens of a step, and the slots that hold its state.
 #pragma once
 
+#include <algorithm>
+
 #include "commands.h"
 
 namespace baton {
@@ -21,6 +23,14 @@ struct SequenceSpan {
     const int64_t next = position + 1;
     const bool is_kept = next == kept_end || (next < kept_end && next % block_size == 0);
     return is_kept ? table[position / block_size] : -1;
+  }
+
+  // The next position after `position` at which a state may be stored, or the end; at most
+  // `max_tokens` further.
+  int64_t next_stop(int64_t position, int64_t max_tokens) const {
+    const int64_t block_end = (position / block_size + 1) * block_size;
+    const int64_t stop = std::min({position + max_tokens, block_end, end});
+    return position < kept_end ? std::min(stop, kept_end) : stop;
   }
 
   const int32_t* table;
