@@ -155,6 +155,18 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 0.3}),
+    # Only layers with a window have a rotary embedding.
+    "cohere2": (
+        "cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "sliding_window": SMALL_WINDOW,
+            "logit_scale": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {

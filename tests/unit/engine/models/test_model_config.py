@@ -23,6 +23,8 @@ ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -76,6 +78,7 @@ def test_a_config_does_not_change(model_type):
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
         ("gemma2", {"hidden_activation": "mish"}, "hidden_activation 'mish'"),
         (
             "gemma3_text",
