@@ -171,6 +171,7 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {
             "num_hidden_layers": 4,
+            "hidden_size": 72,  # its root is not exact in 16 bits
             "head_dim": 24,
             "query_pre_attn_scalar": 20,
             "sliding_window": SMALL_WINDOW,
@@ -199,7 +200,7 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         {
-            "embedding_multiplier": 3.0,
+            "embedding_multiplier": 3.3,
             "residual_multiplier": 0.6,
             "attention_multiplier": 0.2,
             "logits_scaling": 1.7,

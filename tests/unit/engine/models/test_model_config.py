@@ -12,7 +12,7 @@ from baton.common.errors import ConfigurationError
 from engine.models.config_defaults import DEFAULTS
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
-from engine.models.registry import FAMILIES
+from engine.models.registry import FAMILIES, family_of_config
 from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {
@@ -336,6 +336,15 @@ def test_rotary_embeddings_by_layer_type_are_those_of_transformers(model_type, f
         rotary = RotaryEmbedding(config.ropes[index])
         torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
         assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
+
+
+def test_gemma_3_with_images_is_refused_and_its_text_model_is_not():
+    with pytest.raises(ConfigurationError, match="Gemma3ForConditionalGeneration"):
+        family_of_config(
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+        )
+    text = {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"}
+    assert family_of_config(text) is FAMILIES["Gemma3ForCausalLM"]
 
 
 def test_yarn_extends_max_model_len():
