@@ -35,6 +35,18 @@ _QWEN = _DECODER | {
 }
 _OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 
+_COHERE = _DECODER | {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
 _GEMMA = _DECODER | {
     "vocab_size": 256000,
     "hidden_size": 2304,
@@ -91,6 +103,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
+        "cohere": _COHERE,
+        "cohere2": _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         "gemma2": _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         "gemma3_text": _GEMMA
         | {

@@ -20,14 +20,14 @@ from engine.models.layers import (
     select_rows,
 )
 from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
-from engine.models.norms import RmsNorm
+from engine.models.norms import LayerNorm, RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from engine.models.tensor_parts import half_split_order
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv
 
-__all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp"]
+__all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp", "new_norm"]
 
 
 class Decoder(CausalModel):
@@ -44,9 +44,7 @@ class Decoder(CausalModel):
         )
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         self.layers = self._new_layers(lambda number: self._new_layer(config, number))
-        self.norm = (
-            RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm) if part.is_last else None
-        )
+        self.norm = new_norm(config) if part.is_last else None
 
     def _new_layer(self, config: Any, number: int) -> nn.Module:
         return DecoderLayer(config, number, self.part.ranks)
@@ -79,18 +77,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
-        size, eps, kind = config.hidden_size, config.rms_norm_eps, config.norm
-
-        def norm(*, is_used: bool) -> nn.Module:
-            return RmsNorm(size, eps, kind) if is_used else nn.Identity()
-
-        self.input_layernorm = norm(is_used=config.norms_inputs)
+        has_second_norm = config.norms_inputs and not config.is_parallel
+        self.input_layernorm = new_norm(config, is_used=config.norms_inputs)
         self.self_attn = DecoderAttention(config, number, ranks)
-        self.post_attention_layernorm = norm(is_used=config.norms_inputs)
+        self.post_attention_layernorm = new_norm(config, is_used=has_second_norm)
         self.mlp = _new_mlp(config, number, ranks)
-        self._norms_outputs = config.norms_outputs
-        self.attention_post_norm = norm(is_used=config.norms_outputs)
-        self.mlp_post_norm = norm(is_used=config.norms_outputs)
+        self._norms_outputs, self._is_parallel = config.norms_outputs, config.is_parallel
+        self.attention_post_norm = new_norm(config, is_used=config.norms_outputs)
+        self.mlp_post_norm = new_norm(config, is_used=config.norms_outputs)
 
     def forward(
         self, hidden: torch.Tensor, rotations: Sequence[Rotation], kv: LayerKv
@@ -103,11 +97,13 @@ class DecoderLayer(nn.Module):
             kv: the layer's KV cache.
         """
         output: torch.Tensor
+        normed = self.input_layernorm(hidden)
         if not self._norms_outputs:
-            hidden = self.self_attn(self.input_layernorm(hidden), rotations, kv, residual=hidden)
-            output = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+            hidden = self.self_attn(normed, rotations, kv, residual=hidden)
+            rows = select_rows(normed, kv) if self._is_parallel else hidden
+            output = self.mlp(self.post_attention_layernorm(rows), residual=hidden)
             return output
-        attended = self.self_attn(self.input_layernorm(hidden), rotations, kv)
+        attended = self.self_attn(normed, rotations, kv)
         hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
         output = self.mlp(self.post_attention_layernorm(hidden))
         output = self.mlp_post_norm(output, residual=hidden)
@@ -118,6 +114,15 @@ def _new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.
     if config.experts is not None and config.experts.is_sparse[number]:
         return SparseMlp(config.hidden_size, config.experts, ranks)
     return GatedMlp(config, ranks)
+
+
+def new_norm(config: DecoderConfig, *, is_used: bool = True) -> nn.Module:
+    """Makes a norm of hidden states; one that changes nothing if the model has none there."""
+    if not is_used:
+        return nn.Identity()
+    if config.norm is None:
+        return LayerNorm(config.hidden_size, config.rms_norm_eps)
+    return RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm)
 
 
 class DecoderAttention(nn.Module):
@@ -195,6 +200,7 @@ class DecoderAttention(nn.Module):
     def _new_norm(config: DecoderConfig, heads: Cut, ranks: RankGroup | None) -> RmsNorm | None:
         if config.qk_norm is QkNorm.NONE:
             return None
+        assert config.norm is not None, "no family has layer norms of Q and K"
         if config.qk_norm is QkNorm.HEAD:
             return RmsNorm(config.head_dim, config.rms_norm_eps, config.norm)
         return RmsNorm(heads, config.rms_norm_eps, config.norm, ranks)

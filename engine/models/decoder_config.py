@@ -48,7 +48,9 @@ class DecoderConfig(ModelConfig):
         qkv_bias: whether Q, K and V have biases.
         output_bias: whether the projection after attention has one.
         mlp_bias: whether the projections of the MLP have biases.
-        norm: kind of all norms.
+        norm: kind of all norms; None for layer norms without biases.
+        is_parallel: whether attention and MLP read the same normalized input, and so each layer
+            has one norm.
         norms_inputs: whether the inputs of attention and MLP are normalized.
         norms_outputs: whether their outputs are, before they are added to the hidden states.
         qk_norm: what the norms of Q and K span.
@@ -69,7 +71,8 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    norm: NormKind = NormKind.ROUNDED
+    norm: NormKind | None = NormKind.ROUNDED
+    is_parallel: bool = False
     norms_inputs: bool = True
     norms_outputs: bool = False
     qk_norm: QkNorm = QkNorm.NONE
@@ -162,7 +165,9 @@ def decoder_config(
     return DecoderConfig(
         **common,
         intermediate_size=fields.count("intermediate_size"),
-        rms_norm_eps=fields.epsilon("rms_norm_eps"),
+        rms_norm_eps=fields.epsilon(
+            "layer_norm_eps" if fields.has("layer_norm_eps") else "rms_norm_eps"
+        ),
         ropes=ropes,
         rope_of=rope_of,
         qkv_bias=attention_bias,

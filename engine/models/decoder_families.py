@@ -8,6 +8,8 @@ from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from kernels.layer_kinds import NormKind
 
 __all__ = [
+    "cohere2_config",
+    "cohere_config",
     "gemma2_config",
     "gemma3_config",
     "glm4_config",
@@ -53,6 +55,25 @@ def smollm3_config(fields: ConfigFields) -> DecoderConfig:
     types = ["full_attention" if rotates else "sliding_attention" for rotates in has_rope]
     config = decoder_config(fields, layer_types=types)
     return replace(config, rope_of=tuple(0 if rotates else None for rotates in has_rope))
+
+
+def cohere_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Cohere model: attention and MLP side by side, after a layer norm."""
+    if fields.raw("use_qk_norm"):
+        raise unsupported("use_qk_norm", fields.raw("use_qk_norm"))
+    return _cohere(fields, decoder_config(fields, is_interleaved=True))
+
+
+def cohere2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Cohere 2 model: layers without a window have no rotary embedding."""
+    types = _every_nth_full(fields, fields.count("sliding_window_pattern"))
+    config = _cohere(fields, decoder_config(fields, layer_types=types, is_interleaved=True))
+    rope_of = tuple(None if window is None else 0 for window in config.sliding_windows)
+    return replace(config, rope_of=rope_of)
+
+
+def _cohere(fields: ConfigFields, config: DecoderConfig) -> DecoderConfig:
+    return replace(config, norm=None, is_parallel=True, logit_scale=fields.number("logit_scale"))
 
 
 def gemma2_config(fields: ConfigFields) -> DecoderConfig:

@@ -16,11 +16,10 @@ from typing_extensions import override
 import kernels
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, positive
-from engine.models.decoder import Decoder, GatedMlp
+from engine.models.decoder import Decoder, GatedMlp, new_norm
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
-from engine.models.norms import RmsNorm
 from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
 from kernels.paged_kv import LayerState
@@ -132,11 +131,9 @@ class RecurrentLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, mixer: nn.Module, ranks: RankGroup | None) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm)
+        self.input_layernorm = new_norm(config)
         self.mixer = mixer
-        self.post_attention_layernorm = RmsNorm(
-            config.hidden_size, config.rms_norm_eps, config.norm
-        )
+        self.post_attention_layernorm = new_norm(config)
         self.mlp = GatedMlp(config, ranks)
 
     def forward(

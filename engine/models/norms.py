@@ -10,7 +10,7 @@ import kernels
 from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, NormKind, RankGroup
 
-__all__ = ["RmsNorm"]
+__all__ = ["LayerNorm", "RmsNorm"]
 
 
 class RmsNorm(StoredModule):
@@ -60,3 +60,21 @@ class RmsNorm(StoredModule):
         # Ranks that have the same heads count them once each.
         scale = torch.rsqrt(squares / (ranks.size * self._cut.size) + self.eps)
         return (wide * scale * self.weight.float()).to(hidden.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Norm of the distances from the mean (arXiv:1607.06450), without a bias.
+
+    Args:
+        size: width of the axis.
+        eps: added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalizes `[..., size]`, and adds `residual`; returns the same shape."""
+        return kernels.layer_norm(hidden, self.weight, None, self.eps, residual=residual)

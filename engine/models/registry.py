@@ -10,6 +10,8 @@ from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import decoder_config
 from engine.models.decoder_families import (
+    cohere2_config,
+    cohere_config,
     gemma2_config,
     gemma3_config,
     glm4_config,
@@ -67,6 +69,8 @@ class ModelFamily:
 # By the architecture in config.json.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
+        "CohereForCausalLM": ModelFamily("cohere", cohere_config, Decoder),
+        "Cohere2ForCausalLM": ModelFamily("cohere2", cohere2_config, Decoder),
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),

@@ -81,7 +81,16 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    normed = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
+    """Computes `(hidden - mean) / sqrt(variance + eps) * weight + bias` by row (arXiv:1607.06450).
+
+    Args:
+        hidden: `[..., size]`.
+        weight: `[size]`; None for ones.
+        bias: `[size]`; None for zeros.
+        eps: added to the variance.
+        residual: added to the rounded result; as that of `rms_norm`.
+    """
+    normed = F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
     return normed if residual is None else residual + normed
 
 

@@ -155,6 +155,18 @@ def test_a_loaded_model_has_the_properties_of_its_config(variant):
     assert not any(parameter.requires_grad for parameter in model.model.parameters())
 
 
+@pytest.mark.parametrize("variant", ["gemma2", "granite"])
+def test_factors_on_embeddings_are_rounded_as_in_transformers(variant):
+    token_ids = torch.arange(VOCAB_SIZE)
+    model = reference_model(tiny_checkpoint(variant), torch.bfloat16)
+    with torch.inference_mode():
+        expected = model.model.embed_tokens(token_ids)
+        if variant == "granite":
+            expected = expected * model.config.embedding_multiplier
+    embedded = loaded(variant, "bfloat16").model.embed_tokens(token_ids)
+    assert torch.equal(embedded, expected)
+
+
 @pytest.mark.parametrize(("max_model_len", "length"), [(64, 60), (None, 100)])
 def test_longrope_has_the_factors_of_transformers_for_one_length(max_model_len, length):
     """transformers chooses by the length of each forward pass, so it has one for all tokens."""

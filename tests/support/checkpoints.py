@@ -155,10 +155,23 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 0.3}),
+    # Only layers with a window have a rotary embedding.
+    "cohere2": (
+        "cohere2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "sliding_window": SMALL_WINDOW,
+            "logit_scale": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {
             "num_hidden_layers": 4,
+            "hidden_size": 72,  # its root is not exact in 16 bits
             "head_dim": 24,
             "query_pre_attn_scalar": 20,
             "sliding_window": SMALL_WINDOW,
@@ -187,7 +200,7 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         {
-            "embedding_multiplier": 3.0,
+            "embedding_multiplier": 3.3,
             "residual_multiplier": 0.6,
             "attention_multiplier": 0.2,
             "logits_scaling": 1.7,

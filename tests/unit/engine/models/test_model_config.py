@@ -12,7 +12,7 @@ from baton.common.errors import ConfigurationError
 from engine.models.config_defaults import DEFAULTS
 from engine.models.config_fields import ConfigFields
 from engine.models.layers import CausalModel
-from engine.models.registry import FAMILIES
+from engine.models.registry import FAMILIES, family_of_config
 from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {
@@ -23,6 +23,8 @@ ARCHITECTURE = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -76,6 +78,7 @@ def test_a_config_does_not_change(model_type):
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
         ("gemma2", {"hidden_activation": "mish"}, "hidden_activation 'mish'"),
         (
             "gemma3_text",
@@ -333,6 +336,15 @@ def test_rotary_embeddings_by_layer_type_are_those_of_transformers(model_type, f
         rotary = RotaryEmbedding(config.ropes[index])
         torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
         assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
+
+
+def test_gemma_3_with_images_is_refused_and_its_text_model_is_not():
+    with pytest.raises(ConfigurationError, match="Gemma3ForConditionalGeneration"):
+        family_of_config(
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+        )
+    text = {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"}
+    assert family_of_config(text) is FAMILIES["Gemma3ForCausalLM"]
 
 
 def test_yarn_extends_max_model_len():
