@@ -4,12 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from engine.models.config_fields import ConfigFieldError, ConfigFields
+from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from kernels import RoutingRule
 
 __all__ = ["MAX_TOKENS_AT_ONCE", "ExpertStorage", "ExpertsConfig", "experts_config"]
 
 _MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
+_ACTIVATIONS = ("silu", "swish")  # two names of the only function of the experts' gates
 _OPERAND_BYTES = 4  # of an element of a layer's input, in the order of the native kernels
 MAX_TOKENS_AT_ONCE = 2048
 """Tokens that a mixture computes at a time, which bounds the memory for their experts' states."""
@@ -87,6 +88,8 @@ def experts_config(
     Raises:
         ConfigFieldError: a field has an unsupported value.
     """
+    if fields.text("hidden_act") not in _ACTIVATIONS:
+        raise unsupported("hidden_act", fields.text("hidden_act"))
     num_experts = fields.count(count_field, _MAX_EXPERTS)
     top_k = fields.count("num_experts_per_tok")
     if top_k > num_experts:

@@ -52,13 +52,15 @@ class RmsNorm(StoredModule):
 
     def _forward_part(self, hidden: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
         """Normalizes this rank's part of rows, `[rows, size]`, by the mean over all ranks."""
-        assert self.kind is NormKind.WIDE, "no family divides rows with another kind of norm"
+        assert self.kind is not NormKind.OFFSET, "no family divides rows with such a norm"
         wide = hidden.float()
         squares = kernels.reduce_ranks(
             wide.pow(2).sum(-1, keepdim=True), ranks, dtype=torch.float32
         )
         # Ranks that have the same heads count them once each.
         scale = torch.rsqrt(squares / (ranks.size * self._cut.size) + self.eps)
+        if self.kind is NormKind.ROUNDED:
+            return self.weight * (wide * scale).to(hidden.dtype)
         return (wide * scale * self.weight.float()).to(hidden.dtype)
 
 
