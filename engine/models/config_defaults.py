@@ -174,6 +174,23 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
         },
+        "qwen3_5_text": _DECODER
+        | {
+            "vocab_size": 248320,
+            "intermediate_size": 12288,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "full_attention_interval": 4,
+        },
         "lfm2": _DECODER
         | {
             "vocab_size": 65536,
