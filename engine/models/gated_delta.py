@@ -1,7 +1,7 @@
-"""Hybrids with gated delta nets (arXiv:2412.06464): the dense text models of Qwen3.5."""
+"""Hybrids with gated delta nets (arXiv:2412.06464): Qwen3-Next, dense text models of Qwen3.5."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,16 +12,17 @@ from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.expert_config import experts_config
 from engine.models.hybrid import CausalConv, Hybrid, fields_of
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
 from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Cut, RankGroup
+from kernels import Cut, RankGroup, RoutingRule
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import DeltaGates, LayerState
 
-__all__ = ["GatedDelta", "GatedDeltaConfig", "qwen3_5_config"]
+__all__ = ["GatedDelta", "GatedDeltaConfig", "qwen3_5_config", "qwen3_next_config"]
 
 _MAX_CONV_WIDTH = 16
 _MAX_DIM = 4096
@@ -45,6 +46,9 @@ class GatedDeltaConfig(DecoderConfig):
         key_dim: width of queries and keys.
         value_dim: width of values.
         conv_width: tokens that a convolution sees, the token itself included.
+        joins_heads: whether the checkpoint joins the projections, key head by key head; otherwise
+            it has queries, keys and values in one matrix, one after the other, and other
+            projections apart.
     """
 
     num_state_keys: int
@@ -52,6 +56,7 @@ class GatedDeltaConfig(DecoderConfig):
     key_dim: int
     value_dim: int
     conv_width: int
+    joins_heads: bool = False
 
     @property
     @override
@@ -102,8 +107,19 @@ def qwen3_5_config(fields: ConfigFields) -> GatedDeltaConfig:
     return GatedDeltaConfig(**{**fields_of(config), **own})
 
 
+def qwen3_next_config(fields: ConfigFields) -> GatedDeltaConfig:
+    """Reads the config of a Qwen3-Next model, with experts and joined projections.
+
+    Raises:
+        ConfigurationError: a field has an unsupported value.
+    """
+    rule = RoutingRule(1, normalizes=fields.flag("norm_topk_prob"))
+    experts = experts_config(fields, rule)
+    return replace(qwen3_5_config(fields), experts=experts, joins_heads=True)
+
+
 class GatedDelta(Hybrid):
-    """Qwen3.5: gated delta nets, and some layers with attention whose output is gated."""
+    """Qwen3-Next and Qwen3.5: gated delta nets, and some layers with gated attention."""
 
     @override
     def _new_mixer(self, config: GatedDeltaConfig) -> nn.Module:
@@ -132,15 +148,18 @@ class GatedDeltaNet(nn.Module):
         keys = cut_of(config.num_state_keys, ranks).times(config.key_dim)
         values = heads.times(config.value_dim)
         qkv = {"query": keys, "key": keys, "value": values}
+        gates = {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
         self._key_dim, self._value_dim = config.key_dim, config.value_dim
-        self._widths = [cut.size for cut in qkv.values()]
-        self._gate_widths = [values.size, heads.size, heads.size]
-        self.in_proj_qkv = FusedLinear(config.hidden_size, qkv, bias=False, is_joined=True)
-        self.in_proj_gates = FusedLinear(
-            config.hidden_size,
-            {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads},
-            bias=False,
-        )
+        self._widths = [cut.size for cut in (*qkv.values(), *gates.values())]
+        size, num_keys = config.hidden_size, keys.size // config.key_dim
+        if config.joins_heads:
+            *joined, update, decay = self._widths
+            self.in_proj_qkvz = _projection_by_heads(size, ranks, num_keys, joined)
+            self.in_proj_ba = _projection_by_heads(size, ranks, num_keys, [update, decay])
+        else:
+            self.in_proj_qkv = FusedLinear(size, qkv, bias=False, is_joined=True)
+            self.in_proj_gates = FusedLinear(size, gates, bias=False)
+        self._joins_heads = config.joins_heads
         self.conv1d = _joined_convs(qkv, config.conv_width)
         self.rates = _DeltaRates(heads)
         self.norm = RmsNorm(config.value_dim, config.rms_norm_eps)
@@ -152,11 +171,8 @@ class GatedDeltaNet(nn.Module):
         """Computes `[num_tokens, hidden_size]` and adds `residual`; returns the rows of the tokens
         in `state.rows`.
         """
-        parts = torch.split(self.in_proj_qkv(hidden), self._widths, dim=1)
-        query, key, value = (
-            self._convolve(number, part, state) for number, part in enumerate(parts)
-        )
-        gate, update, decay = torch.split(self.in_proj_gates(hidden), self._gate_widths, dim=1)
+        *qkv, gate, update, decay = self._project(hidden)
+        query, key, value = (self._convolve(number, part, state) for number, part in enumerate(qkv))
         mixed = kernels.gated_delta(
             query.view(len(query), -1, self._key_dim),
             key.view(len(key), -1, self._key_dim),
@@ -169,11 +185,46 @@ class GatedDeltaNet(nn.Module):
         output: torch.Tensor = self.out_proj(gated, select_rows(residual, state))
         return output
 
+    def _project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Returns queries, keys, values, and the inputs of the gates: output, update and decay."""
+        if self._joins_heads:
+            first, num_first, second = self.in_proj_qkvz(hidden), 4, self.in_proj_ba(hidden)
+        else:
+            first, num_first, second = self.in_proj_qkv(hidden), 3, self.in_proj_gates(hidden)
+        return [
+            *torch.split(first, self._widths[:num_first], dim=1),
+            *torch.split(second, self._widths[num_first:], dim=1),
+        ]
+
     def _convolve(self, number: int, values: torch.Tensor, state: LayerState) -> torch.Tensor:
         """Convolves queries, keys or values, by their number, which is that of their state too."""
         conv = [*self.conv1d.values()][number]
         assert isinstance(conv, CausalConv)
         return kernels.conv_silu(values, conv.weight, None, state, number)
+
+
+def _projection_by_heads(
+    size: int, ranks: RankGroup | None, num_keys: int, widths: Sequence[int]
+) -> FusedLinear:
+    """Returns projections that the checkpoint has as one matrix, key head by key head.
+
+    Args:
+        size: width of the input.
+        ranks: the ranks that share the matrix.
+        num_keys: key heads of this rank.
+        widths: width of each projection on this rank; in the result they lie one after the other.
+    """
+    total = sum(widths)
+    stored = torch.arange(total, device="cpu").view(num_keys, -1)
+    parts = torch.split(stored, [width // num_keys for width in widths], dim=1)
+    rows = cut_of(total * (1 if ranks is None else ranks.size), ranks)
+    return FusedLinear(
+        size,
+        {"heads": rows},
+        bias=False,
+        is_joined=True,
+        row_orders={"heads": torch.cat([part.flatten() for part in parts])},
+    )
 
 
 class _DeltaRates(StoredModule):
