@@ -64,6 +64,19 @@ _GEMMA = _DECODER | {
 }
 
 # Of the layers that have experts.
+_QWEN_DELTA = _DECODER | {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
 _SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -187,6 +200,26 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": None,
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
+        },
+        "qwen3_5_text": _QWEN_DELTA
+        | {
+            "vocab_size": 248320,
+            "intermediate_size": 12288,
+            "num_key_value_heads": 4,
+        },
+        "qwen3_next": _QWEN_DELTA
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
         },
         "lfm2": _DECODER
         | {

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+import kernels
 from engine.models.decoder_config import DecoderConfig, QkNorm
 from engine.models.experts import SparseMlp
 from engine.models.layers import (
@@ -24,10 +25,10 @@ from engine.models.norms import LayerNorm, RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
 from engine.models.tensor_parts import half_split_order
-from kernels import Cut, QkNorms, RankGroup, Rotation
+from kernels import Activation, Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv
 
-__all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp", "new_norm"]
+__all__ = ["Decoder", "DecoderAttention", "DecoderLayer", "GatedMlp", "new_mlp", "new_norm"]
 
 
 class Decoder(CausalModel):
@@ -81,7 +82,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = new_norm(config, is_used=config.norms_inputs)
         self.self_attn = DecoderAttention(config, number, ranks)
         self.post_attention_layernorm = new_norm(config, is_used=has_second_norm)
-        self.mlp = _new_mlp(config, number, ranks)
+        self.mlp = new_mlp(config, number, ranks)
         self._norms_outputs, self._is_parallel = config.norms_outputs, config.is_parallel
         self.attention_post_norm = new_norm(config, is_used=config.norms_outputs)
         self.mlp_post_norm = new_norm(config, is_used=config.norms_outputs)
@@ -110,7 +111,8 @@ class DecoderLayer(nn.Module):
         return output
 
 
-def _new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.Module:
+def new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.Module:
+    """Makes the MLP of a layer, which may be a mixture of experts."""
     if config.experts is not None and config.experts.is_sparse[number]:
         return SparseMlp(config.hidden_size, config.experts, ranks)
     return GatedMlp(config, ranks)
@@ -135,11 +137,13 @@ class DecoderAttention(nn.Module):
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.soft_cap = config.score_cap
         self._rope = config.rope_of[number]
-        self._storage = _qkv_storage(config, self._rope)
         heads = HeadCuts.of(config, ranks)
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
-        self._outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
-        self._widths = [part.size for part in self._outputs.values()]
+        self._gates_outputs = config.gates_outputs
+        gates = query.size if config.gates_outputs else 0
+        self._storage = _qkv_storage(config, self._rope, heads.query.size)
+        self._outputs = {"q_proj": query.times(2) if gates else query, "k_proj": kv, "v_proj": kv}
+        self._widths = [query.size, gates, kv.size, kv.size]
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(
             query,
@@ -172,7 +176,7 @@ class DecoderAttention(nn.Module):
         kv: LayerKv,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        query, key, value = torch.split(qkv, self._widths, dim=1)
+        query, gates, key, value = torch.split(qkv, self._widths, dim=1)
         if self._qk_norm is QkNorm.PROJECTION:
             assert self.q_norm is not None
             assert self.k_norm is not None
@@ -192,6 +196,9 @@ class DecoderAttention(nn.Module):
             rotation=None if self._rope is None else rotations[self._rope],
             norms=self._norms(),
         )
+        if self._gates_outputs:
+            gates = select_rows(gates, kv)
+            attended = kernels.gate_rows(attended, gates, Activation.SIGMOID)
         residual = None if residual is None else select_rows(residual, kv)
         output: torch.Tensor = self.o_proj(attended, residual)
         return output
@@ -213,12 +220,16 @@ class DecoderAttention(nn.Module):
         return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.kind)
 
 
-def _qkv_storage(config: DecoderConfig, rope: int | None) -> dict[str, Any]:
+def _qkv_storage(config: DecoderConfig, rope: int | None, num_heads: int) -> dict[str, Any]:
     """Returns the arguments of `FusedLinear` that say how the checkpoint stores Q, K and V."""
     orders = {}
     if rope is not None and config.ropes[rope].is_interleaved:
         order = half_split_order(config.head_dim, config.ropes[rope].rotary_dim)
         orders = {"q_proj": order, "k_proj": order}
+    if config.gates_outputs:  # the checkpoint has each head's gate behind its query
+        assert not orders, "no family with gates has interleaved rotary embeddings"
+        rows = torch.arange(2 * num_heads * config.head_dim, device="cpu")
+        orders = {"q_proj": rows.view(num_heads, 2, -1).swapaxes(0, 1).flatten()}
     return {"is_joined": "qkv_proj" in config.joined, "row_orders": orders}
 
 

@@ -56,6 +56,8 @@ class DecoderConfig(ModelConfig):
         qk_norm: what the norms of Q and K span.
         activation: function of the MLP's gate.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
+        gates_outputs: whether attention's output is multiplied by a sigmoid of a gate, which the
+            projection of Q has too.
         score_cap: attention scores s become `score_cap * tanh(s / score_cap)`; None for no cap.
         embedding_scale: factor on embeddings.
         rounds_embedding_scale: whether that factor is rounded to the type of the weights.
@@ -78,6 +80,7 @@ class DecoderConfig(ModelConfig):
     qk_norm: QkNorm = QkNorm.NONE
     activation: Activation = Activation.SILU
     attention_scale: float | None = None
+    gates_outputs: bool = False
     score_cap: float | None = None
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
@@ -162,6 +165,8 @@ def decoder_config(
     common["recurrent_layers"] = tuple(
         layer for layer, layer_type in enumerate(types) if layer_type == recurrent_type
     )
+    if len(common["recurrent_layers"]) == len(types):
+        raise ConfigFieldError("layer_types names no layer with attention; one is needed")
     return DecoderConfig(
         **common,
         intermediate_size=fields.count("intermediate_size"),

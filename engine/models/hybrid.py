@@ -16,7 +16,7 @@ from typing_extensions import override
 import kernels
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, positive
-from engine.models.decoder import Decoder, GatedMlp, new_norm
+from engine.models.decoder import Decoder, new_mlp, new_norm
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
@@ -24,7 +24,7 @@ from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
 from kernels.paged_kv import LayerState
 
-__all__ = ["Lfm2", "Lfm2Config", "lfm2_config"]
+__all__ = ["CausalConv", "Hybrid", "Lfm2", "Lfm2Config", "fields_of", "lfm2_config"]
 
 _MAX_CONV_WIDTH = 16
 _LFM2_NAMES = {
@@ -74,8 +74,6 @@ def lfm2_config(fields: ConfigFields) -> Lfm2Config:
         for layer in range(num_layers)
     ]
     config = decoder_config(fields, layer_types=types, recurrent_type="conv")
-    if len(config.recurrent_layers) == num_layers:
-        raise ConfigFieldError("layer_types names no layer with attention; one is needed")
     width = fields.count("conv_L_cache", _MAX_CONV_WIDTH)
     if width < 2:
         raise ConfigFieldError(f"conv_L_cache is {width}; it must be at least 2")
@@ -89,10 +87,11 @@ def lfm2_config(fields: ConfigFields) -> Lfm2Config:
     }
     if fields.states("tie_embedding"):
         own["tie_word_embeddings"] = fields.flag("tie_embedding")
-    return Lfm2Config(**{**_fields_of(config), **own})
+    return Lfm2Config(**{**fields_of(config), **own})
 
 
-def _fields_of(config: DecoderConfig) -> dict[str, Any]:
+def fields_of(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the fields of a config, of which a family's own config is made."""
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
@@ -113,7 +112,7 @@ class Hybrid(Decoder):
     def _new_layer(self, config: DecoderConfig, number: int) -> nn.Module:
         if number not in config.recurrent_layers:
             return super()._new_layer(config, number)
-        return RecurrentLayer(config, self._new_mixer(config), self.part.ranks)
+        return RecurrentLayer(config, number, self._new_mixer(config), self.part.ranks)
 
     @abstractmethod
     def _new_mixer(self, config: Any) -> nn.Module:
@@ -125,16 +124,19 @@ class RecurrentLayer(nn.Module):
 
     Args:
         config: the model's shape.
+        number: number of the layer in the model.
         mixer: mixes tokens; called as `mixer(hidden, state, residual)`.
         ranks: the ranks that share the layer; None for one.
     """
 
-    def __init__(self, config: DecoderConfig, mixer: nn.Module, ranks: RankGroup | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, number: int, mixer: nn.Module, ranks: RankGroup | None
+    ) -> None:
         super().__init__()
         self.input_layernorm = new_norm(config)
         self.mixer = mixer
         self.post_attention_layernorm = new_norm(config)
-        self.mlp = GatedMlp(config, ranks)
+        self.mlp = new_mlp(config, number, ranks)
 
     def forward(
         self, hidden: torch.Tensor, rotations: Sequence[Rotation], state: LayerState

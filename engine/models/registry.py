@@ -29,6 +29,7 @@ from engine.models.expert_families import (
     qwen2_moe_config,
     qwen3_moe_config,
 )
+from engine.models.gated_delta import GatedDelta, qwen3_5_config, qwen3_next_config
 from engine.models.gpt2 import Gpt2
 from engine.models.hybrid import Lfm2, lfm2_config
 from engine.models.layers import CausalModel
@@ -82,6 +83,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "Olmo3ForCausalLM": ModelFamily("olmo3", olmo3_config, Decoder),
         "Phi3ForCausalLM": ModelFamily("phi3", phi3_config, Decoder),
         "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
+        "Qwen3NextForCausalLM": ModelFamily("qwen3_next", qwen3_next_config, GatedDelta),
+        "Qwen3_5ForCausalLM": ModelFamily("qwen3_5_text", qwen3_5_config, GatedDelta),
         "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),
         "MixtralForCausalLM": ModelFamily("mixtral", mixtral_config, Decoder),
         "OlmoeForCausalLM": ModelFamily("olmoe", olmoe_config, Decoder),

@@ -30,6 +30,9 @@ from tests.support.paged_session import PagedSession, loaded
 pytestmark = pytest.mark.sampled(one_in=2)
 
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
+# A state of few tokens maps a query to almost nothing, which is then normalized: the two ways of
+# transformers to compute a prompt differ by nearly as much.
+DELTA_TOLERANCE = {"atol": 2e-4, "rtol": 0}
 
 # Steps: lists of (sequence, query length) in order.
 SCHEDULES = {
@@ -79,7 +82,8 @@ def test_logits_match_transformers(variant, schedule):
     for seed, length in enumerate(LENGTHS):
         logits = torch.cat(rows[seed])
         assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, reference_logits(variant, seed, length), **TOLERANCE)
+        tolerance = DELTA_TOLERANCE if variant in ("qwen3_5", "qwen3_next") else TOLERANCE
+        torch.testing.assert_close(logits, reference_logits(variant, seed, length), **tolerance)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS])
@@ -100,7 +104,7 @@ def test_greedy_tokens_match_transformers(variant):
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *product(["llama", "qwen3", "opt", "gpt2", "lfm2"], ["bfloat16", "float16"]),
+        *product(["llama", "qwen3", "opt", "gpt2", "lfm2", "qwen3_5"], ["bfloat16", "float16"]),
         *((variant, "bfloat16") for variant in ("gemma2", "granite", "olmo3", "phi3_partial")),
     ],
 )

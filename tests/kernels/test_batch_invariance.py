@@ -96,7 +96,7 @@ def test_attention_of_a_token_does_not_depend_on_other_sequences(sliding_window,
         assert torch.equal(replace(case, query=query, meta=meta).attend(sliding_window), expected)
 
 
-VARIANTS = ["llama", "mistral_sliding", "qwen3_mostly_sliding", "lfm2"]
+VARIANTS = ["llama", "mistral_sliding", "qwen3_mostly_sliding", "lfm2", "qwen3_next"]
 DTYPE_NAMES = ["float32", "bfloat16"]
 PROMPT = prompt_of(150, seed=1)
 NEIGHBOURS = [prompt_of(length, seed=length) for length in (140, 33, 90)]

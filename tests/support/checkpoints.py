@@ -239,6 +239,35 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {**_lfm2_layers("cca"), "block_ff_dim": 150, "block_multiple_of": 32},
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 3,
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 3,
+            "full_attention_interval": 2,
+            "head_dim": 24,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 9,
+            "linear_value_head_dim": 14,
+            "mlp_only_layers": [1],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "lfm2_biased": (
         "lfm2",
         {**_lfm2_layers("ca"), "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False},
@@ -406,7 +435,7 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
     if module_kind == "Linear" and name == "weight":
         return noise * 1.5 / noise.shape[1] ** 0.5
     if module_kind == "Conv1d" and name == "weight":
-        return noise * 0.6
+        return noise * 1.0
     if module_kind == "Conv1D" and name == "weight":
         return noise * 1.5 / noise.shape[0] ** 0.5
     if module_kind.endswith("Router") and name == "weight":
@@ -415,7 +444,14 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
         return noise * 1.5 / noise.shape[2] ** 0.5
     if name == "bias":
         return noise * 0.2
-    if module_kind.startswith("Gemma") and "Norm" in module_kind:
+    if name in ("A_log", "dt_bias"):
+        # Slow decay: outputs are normalized, which would enlarge the errors of almost empty states.
+        return noise * 0.5 - 2
+    has_offset = module_kind.startswith("Gemma") or module_kind in (
+        "Qwen3_5RMSNorm",
+        "Qwen3NextRMSNorm",
+    )
+    if has_offset and "Norm" in module_kind:
         return noise * 0.2  # the factor is 1 + weight
     if "Norm" in module_kind:
         return 1 + noise * 0.2

@@ -10,7 +10,17 @@ from kernels.paged_kv import DeltaGates, LayerState
 from tests.support.kernel_checks import assert_within, eps_of, normal
 from tests.support.paged_batches import meta_on, step_metadata
 
-__all__ = ["ConvCase", "check_conv", "conv_case", "poisoned_slots", "state_step", "stored_ends"]
+__all__ = [
+    "ConvCase",
+    "DeltaCase",
+    "check_conv",
+    "check_delta",
+    "conv_case",
+    "delta_case",
+    "poisoned_slots",
+    "state_step",
+    "stored_ends",
+]
 
 Spans = Sequence[tuple[int, int]]
 

@@ -4,6 +4,7 @@
 // results depend on its own inputs alone: not on where a prompt is cut, nor on other sequences.
 #include <algorithm>
 
+#include "activations.h"
 #include "commands.h"
 #include "lanes.h"
 #include "sequence_span.h"
@@ -14,14 +15,6 @@ namespace {
 constexpr int64_t kTaskChannels = 1024;  // kernels/native/recurrent.py knows the widths
 constexpr int kMaxWidth = 4;
 static_assert(kTaskChannels % kLanes == 0);
-
-// x / (1 + exp(-x)), with exp from the side that cannot overflow
-inline Floats silu(Floats x) {
-  const Floats magnitude = select(x < Floats{}, x, -x);  // -|x|
-  const Floats power = exp2_of_negative(magnitude * broadcast(1.44269504f));
-  const Floats one = broadcast(1.0f);
-  return x * select(x < Floats{}, power, one) / (one + power);
-}
 
 // Channels [first, first + count) of one sequence.
 template <class E, int width, bool is_gated>
@@ -64,7 +57,7 @@ class ChannelRange {
     total += newest * read_lanes<E>(weight + kPast * size, count);
     if (job_.bias) total += read_lanes<E>(static_cast<const Stored*>(job_.bias) + place, count);
     total = rounded_lanes<E>(total);
-    const Floats result = is_gated ? read_lanes<E>(input + size, count) * total : silu(total);
+    const Floats result = is_gated ? read_lanes<E>(input + size, count) * total : times_sigmoid(total, total);
     write_lanes<E>(static_cast<Stored*>(job_.out) + row * size + place, result, count);
   }
 

@@ -17,6 +17,8 @@ from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {
     "lfm2": "Lfm2ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -63,8 +65,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 @pytest.mark.parametrize("model_type", ARCHITECTURE)
 def test_the_default_config_of_each_family_builds(model_type):
-    model = build_model(model_type, num_hidden_layers=2)
-    assert model.config.num_layers == 2
+    model = build_model(model_type, num_hidden_layers=4)
+    assert model.config.num_layers == 4
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -134,6 +136,13 @@ def test_a_config_does_not_change(model_type):
         ("lfm2", {"full_attn_idxs": []}, "layer_types names no layer with attention"),
         ("lfm2", {"full_attn_idxs": 3}, "full_attn_idxs is 3; it must be a list of layers"),
         ("lfm2", {"layer_types": ["linear_attention"] * 32}, "layer_types 'linear_attention'"),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 8},
+            "linear_num_value_heads 8 is not a multiple of linear_num_key_heads 3",
+        ),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ("qwen3_5_text", {"full_attention_interval": 33}, "layer_types names no layer with"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; it must be at least 2"),
         ("lfm2", {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier is None"),
         ("smollm3", {"no_rope_layers": [1] * 35}, "no_rope_layers must be a list of 36"),
@@ -252,24 +261,26 @@ def test_layers_of_smollm3_without_rotary_embedding(fields, ropes, windows):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("model_type", "fields"),
     [
-        {},
-        {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4},
-        {"full_attn_idxs": [1], "conv_bias": True, "block_ff_dim": 300, "intermediate_size": 60},
-        {"block_auto_adjust_ff_dim": False, "tie_embedding": False, "full_attn_idxs": [0]},
-        {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7},
+        ("lfm2", {}),
+        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4}),
+        ("lfm2", {"full_attn_idxs": [1], "conv_bias": True, "block_ff_dim": 300}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_embedding": False}),
+        ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7}),
+        ("qwen3_5_text", {"full_attention_interval": 2, "linear_num_key_heads": 4}),
+        ("qwen3_5_text", {"layer_types": ["full_attention"] * 3, "attention_bias": True}),
     ],
 )
-def test_an_lfm2_model_has_the_tensors_of_transformers(fields):
+def test_a_hybrid_has_the_tensors_of_transformers(model_type, fields):
     fields = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, **fields}
     fields |= {"num_key_value_heads": 2, "vocab_size": 300, "intermediate_size": 200} | fields
     with torch.device("meta"):
-        source = transformers.AutoModelForCausalLM.from_config(source_config("lfm2", **fields))
+        source = transformers.AutoModelForCausalLM.from_config(source_config(model_type, **fields))
     expected = {name: tuple(tensor.shape) for name, tensor in source.state_dict().items()}
     if source.config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    parts = build_model("lfm2", **fields).checkpoint_tensors()
+    parts = build_model(model_type, **fields).checkpoint_tensors()
     assert {name: tensor[0].tensor_shape for name, tensor in parts.items()} == expected
 
 
