@@ -18,7 +18,7 @@ from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff, connector_name
 
-__all__ = ["check_request", "check_states", "num_blocks_needed"]
+__all__ = ["check_request", "check_states", "num_blocks_needed", "why_no_states"]
 
 _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
@@ -38,12 +38,32 @@ def check_states(config: EngineConfig, info: ModelInfo) -> None:
     Raises:
         ConfigurationError: names the flag and what is missing.
     """
-    if info.states is not None and config.kv_connector is not None:
-        raise ConfigurationError(
-            f"--kv-connector is {config.kv_connector}; the model has recurrent layers, and KV "
-            "connectors cannot transfer their states yet: leave the flag out, and let one engine "
-            "compute prompts and answers"
+    reason = why_no_states(config)
+    if info.states is not None and reason:
+        raise ConfigurationError(f"the model has recurrent layers; {reason}")
+
+
+def why_no_states(config: EngineConfig) -> str:
+    """Returns why a model with recurrent layers cannot be served with these flags, naming what is
+    missing; empty if it can.
+    """
+    if config.kv_connector is not None:
+        return (
+            f"--kv-connector is {config.kv_connector}, but KV connectors cannot transfer states "
+            "yet: leave it out, and let one engine compute prompts and answers"
         )
+    if config.num_ranks > 1:
+        return (
+            "--tensor-parallel-size and --pipeline-parallel-size must be 1, as ranks cannot share "
+            "states yet"
+        )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.has_model:
+        return (
+            f"--speculative-config has the method {speculative.method}, but draft models and heads "
+            "do not work with states yet: use ngram or suffix"
+        )
+    return ""
 
 
 def check_request(

@@ -35,6 +35,7 @@ LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 FP8 = "fp8_e4m3"
 SCALE_BYTES = DTYPE_BYTES["float32"]
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class StatePart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part."""
+        """Bytes of the part, without what follows until the next one begins."""
         return self.num_heads * self.width * DTYPE_BYTES[self.dtype]
 
 
@@ -108,7 +109,8 @@ class StatePart:
 class StateLayout:
     """Shape of one slot: the states of all recurrent layers of a model at one position.
 
-    A slot lies in memory layer after layer, and in each layer part after part.
+    A slot lies in memory layer after layer, and in each layer part after part. Each part begins
+    at a multiple of 16 bytes.
 
     Attributes:
         num_layers: number of recurrent layers.
@@ -119,9 +121,16 @@ class StateLayout:
     parts: tuple[StatePart, ...]
 
     @property
+    def part_offsets(self) -> tuple[int, ...]:
+        """For each part, the byte of a layer's state at which it begins."""
+        sizes = [-(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT for part in self.parts]
+        return tuple([sum(sizes[:index]) for index in range(len(sizes))])
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's state."""
-        return sum(part.num_bytes for part in self.parts)
+        end = self.part_offsets[-1] + self.parts[-1].num_bytes
+        return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def slot_bytes(self) -> int:

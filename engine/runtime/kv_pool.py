@@ -13,12 +13,13 @@ from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.weights.loader import LoadedModel
 from kernels import EngineRanks
-from kvstore.layout import FP8, SCALE_BYTES, KvLayout
+from kvstore.layout import DTYPE_BYTES, FP8, SCALE_BYTES, KvLayout
 from kvstore.transfer_form import PoolShare
 
 __all__ = [
     "DeviceMemory",
     "allocate_host_pool",
+    "allocate_host_slots",
     "allocate_pool",
     "check_kv_cache_dtype",
     "decide_layout",
@@ -133,10 +134,11 @@ def decide_num_blocks(
     free_bytes: int,
     *,
     draft_block_bytes: int = 0,
+    state_bytes: int = 0,
     is_on_cpu: bool = False,
     plan: MemoryPlan | None = None,
 ) -> int:
-    """Returns the number of blocks of the pool.
+    """Returns the number of blocks of the pool, without those that hold states.
 
     The first of these that applies: `num_gpu_blocks_override`; the blocks that fit in
     `kv_cache_memory_bytes`; those that fit in `free_bytes`, but on a CPU no more than
@@ -149,6 +151,7 @@ def decide_num_blocks(
         max_model_len: length of the longest request, in tokens.
         free_bytes: memory left of the engine's share of the GPU, or `default_cpu_bytes`.
         draft_block_bytes: bytes that drafting tokens needs for each block.
+        state_bytes: bytes of the KV cache's memory that hold states.
         is_on_cpu: whether the pool is in the machine's memory.
         plan: of this memory, which a container limits; None without a limit.
 
@@ -161,21 +164,21 @@ def decide_num_blocks(
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        num_blocks = max(0, config.kv_cache_memory_bytes - state_bytes) // block_bytes
     else:
-        num_blocks = free_bytes // block_bytes
+        num_blocks = max(0, free_bytes - state_bytes) // block_bytes
         if is_on_cpu:
             num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_request)
     if plan is not None:
         if is_on_cpu:
             needed = max(num_blocks, blocks_per_request)
             remedy = _how_to_fit(config, plan, blocks_per_request, block_bytes)
-            plan.check(needed * block_bytes, remedy)
+            plan.check(needed * block_bytes + state_bytes, remedy)
         else:
             plan.check(0, " or ".join(f"lower {flag}" for flag in plan.lowered_by))
-        plan.log(num_blocks * block_bytes if is_on_cpu else 0)
+        plan.log(num_blocks * block_bytes + state_bytes if is_on_cpu else 0)
     if num_blocks < blocks_per_request:
-        raise _too_small(config, block_bytes, spec, max_model_len, num_blocks)
+        raise _too_small(config, block_bytes, state_bytes, spec, max_model_len, num_blocks)
     return num_blocks
 
 
@@ -248,13 +251,25 @@ def allocate_host_pool(num_blocks: int, layout: KvLayout, device: torch.device) 
     Raises:
         ConfigurationError: the host does not have that much memory.
     """
-    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
+    return _host_memory((num_blocks, *layout.block_shape), layout.pool_dtype, device)
+
+
+def allocate_host_slots(num_slots: int, slot_bytes: int, device: torch.device) -> torch.Tensor:
+    """Returns the slots of the host pool, `[num_slots, slot_bytes]` uint8; otherwise as
+    `allocate_host_pool`.
+    """
+    return _host_memory((num_slots, slot_bytes), "uint8", device)
+
+
+def _host_memory(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        is_pinned = device.type == "cuda"
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=is_pinned)
     except (RuntimeError, MemoryError) as error:
+        num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
         raise ConfigurationError(
-            f"cannot allocate {num_blocks * layout.block_bytes // _MEBIBYTE} MiB on the host for "
-            f"swapped KV; set --swap-space lower"
+            f"cannot allocate {num_bytes // _MEBIBYTE} MiB on the host for swapped KV; "
+            "set --swap-space lower"
         ) from error
 
 
@@ -267,7 +282,7 @@ def log_pool(
         "maximum concurrency at %d tokens per request: %.2f",
         num_blocks,
         layout.block_size,
-        num_blocks * layout.block_size // spec.num_layer_groups,
+        num_blocks * layout.block_size // len(spec.windows),
         num_blocks * layout.block_bytes / _MEBIBYTE,
         max_model_len,
         num_blocks / spec.blocks_for(max_model_len),
@@ -278,13 +293,18 @@ def log_pool(
 
 
 def _too_small(
-    config: EngineConfig, block_bytes: int, spec: KvCacheSpec, max_model_len: int, num_blocks: int
+    config: EngineConfig,
+    block_bytes: int,
+    state_bytes: int,
+    spec: KvCacheSpec,
+    max_model_len: int,
+    num_blocks: int,
 ) -> ConfigurationError:
     blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         enlarge = f"--num-gpu-blocks-override {blocks_per_request}"
     else:
-        needed_bytes = blocks_per_request * block_bytes
+        needed_bytes = blocks_per_request * block_bytes + state_bytes
         enlarge = f"--kv-cache-memory-bytes {-(-needed_bytes // _MEBIBYTE)}MiB"
     num_tokens = spec.max_tokens(num_blocks, max_model_len)
     shorten = f" or set --max-model-len {num_tokens}" if num_tokens else ""

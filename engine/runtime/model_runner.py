@@ -15,6 +15,7 @@ from engine.runtime.device import current, fetch, wait_for
 from engine.runtime.draws.logits_processors import check_extra_args
 from engine.runtime.launch.launcher import Launcher
 from engine.runtime.rank_batches import BatchSender
+from engine.runtime.state_pool import split_pairs
 from engine.runtime.steps.steps import LaunchedStep
 from engine.step_watch import SLOW_FACTOR
 from kernels import EngineRanks, RanksLostError
@@ -44,6 +45,8 @@ class ModelRunner:
         info: properties of the model.
         num_blocks: number of blocks in the pool.
         num_host_blocks: number of blocks in the host pool.
+        num_slots: number of slots for states.
+        num_host_slots: number of slots in the host pool.
         costs: measured times that preemption compares.
 
     Raises:
@@ -54,8 +57,8 @@ class ModelRunner:
     info: ModelInfo
     num_blocks: int
     num_host_blocks: int
-    num_slots: int = 0
-    num_host_slots: int = 0
+    num_slots: int
+    num_host_slots: int
     costs: StepCosts
 
     def __init__(
@@ -65,6 +68,8 @@ class ModelRunner:
         self.info = launched.info
         self.num_blocks = launched.pools.num_blocks
         self.num_host_blocks = launched.pools.num_host_blocks
+        self.num_slots = launched.pools.num_slots
+        self.num_host_slots = len(launched.pools.host_slots)
         self.costs = launched.costs
         self._config = config
         self._ranks = ranks
@@ -76,6 +81,11 @@ class ModelRunner:
         self._processors = launched.processors
         self._turns = launched.turns
         self._kv_pool, self._host_pool = launched.pools.kv, launched.pools.host
+        states = launched.pools.states
+        self._slots, self._host_slots = (
+            None if states is None else states.slots,
+            launched.pools.host_slots,
+        )
         self._steps = launched.steps
         self._thread: ThreadPoolExecutor | None = None
         if ranks is not None:
@@ -180,9 +190,7 @@ class ModelRunner:
         if self._ranks is not None:
             self._limit_waits(batch.num_tokens)
         self._steps.update(batch)
-        kernels.swap_blocks(self._host_pool, self.kv_pool, batch.swap_ins)
-        kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
-        kernels.copy_blocks(self.kv_pool, batch.block_copies)
+        self._move_blocks(batch)
         if not batch.num_tokens:
             if not self._sends_early:
                 self._pass_on(batch)
@@ -193,6 +201,20 @@ class ModelRunner:
             if not self._sends_early:
                 self._pass_on(batch)  # now, as the other ranks wait for this one's part
             return self._steps.launch(batch)
+
+    def _move_blocks(self, batch: ScheduledBatch) -> None:
+        """Swaps and copies the step's blocks, and its slots."""
+        host, pool = self.num_host_blocks, self.num_blocks
+        swap_ins, slots_in = split_pairs(batch.swap_ins, host, pool)
+        swap_outs, slots_out = split_pairs(batch.swap_outs, pool, host)
+        block_copies, slot_copies = split_pairs(batch.block_copies, pool, pool)
+        kernels.swap_blocks(self._host_pool, self.kv_pool, swap_ins)
+        kernels.swap_blocks(self.kv_pool, self._host_pool, swap_outs)
+        kernels.copy_blocks(self.kv_pool, block_copies)
+        if self._slots is not None:
+            kernels.swap_blocks(self._host_slots, self._slots, slots_in)
+            kernels.swap_blocks(self._slots, self._host_slots, slots_out)
+            kernels.copy_blocks(self._slots, slot_copies)
 
     def _limit_waits(self, num_tokens: int) -> None:
         """Sets how long a step of so many tokens waits for other ranks: as `StepWatch` does,

@@ -109,7 +109,8 @@ class DecodeSet:
 
     def take_due(self, step: int) -> list[Sequence]:
         """Returns the sequences that are due at `step`. The caller renews each, or it leaves."""
-        due = self._due.pop(step, [])
+        # One that has left and come back may have two entries for the same step.
+        due = dict.fromkeys(self._due.pop(step, []))
         return [s for s in due if s.due == step and s in self._lane_of]
 
     def renew(self, sequence: Sequence, step: int) -> None:

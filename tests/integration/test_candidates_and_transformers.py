@@ -176,7 +176,7 @@ def _reference(variant: str) -> Outputs:
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "lfm2"])
 def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     flags = dict(LOADS[load])
     if variant == "qwen2_alternating" and "num_gpu_blocks_override" in flags:

@@ -79,9 +79,10 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
     [
         "llama",
         "qwen2_alternating",
+        "lfm2",
         *(
             pytest.param(variant, marks=pytest.mark.slow)
-            for variant in ("gpt2", "mistral_sliding", "qwen3_mostly_sliding")
+            for variant in ("lfm2_conv_last", "gpt2", "mistral_sliding", "qwen3_mostly_sliding")
         ),
     ],
 )

@@ -102,6 +102,8 @@ class StepInputs:
         hidden: `[max_tokens, hidden_size]`; memory for the hidden states of the stage before, which
             the caller fills; None for the first stage.
         max_drafts: maximum number of drafts of a sequence.
+        has_states: whether the model has recurrent layers, which must not keep states behind draft
+            tokens.
 
     Attributes:
         max_logit_rows: maximum number of tokens whose logits are computed in a step.
@@ -122,6 +124,8 @@ class StepInputs:
         device: torch.device,
         hidden: torch.Tensor | None = None,
         max_drafts: int = 0,
+        *,
+        has_states: bool = False,
     ) -> None:
         self._hidden = hidden
         num_rows = rows.tables.shape[1]
@@ -131,7 +135,7 @@ class StepInputs:
         self._ones, self._zeros = np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._token_ids = np.zeros(max_tokens, np.int64)
         self._positions = np.zeros(max_tokens, np.int64)
-        self._sequences = _Sequences(rows, num_rows, max_tokens)
+        self._sequences = _Sequences(rows, num_rows, max_tokens, has_states=has_states)
         self._logit_rows = np.zeros(self.max_logit_rows, np.int64)
         self._logit_sequences = _Sequences(rows, self.max_logit_rows, self.max_logit_rows)
         self._num_columns = 0
@@ -158,6 +162,10 @@ class StepInputs:
             [chunk.num_tokens for chunk in chunks], self._ones[: len(decode_rows)]
         )
         self._fill_sequences(row_ids, starts, query_lens, rows.tables)
+        if self._sequences.num_unkept is not None:
+            self._sequences.num_unkept[: self.num_seqs] = _concatenated(
+                [chunk.num_drafts for chunk in chunks], self._zeros[: len(decode_rows)]
+            )
         self.needs_all_hidden = batch.reports_prompts
         needing_logits = [
             (index, num_after)
@@ -254,27 +262,32 @@ class _Sequences:
         query_starts: `[max_seqs + 1]` int32.
         context_lens: `[max_seqs]` int32.
         slots: `[num_layer_groups, max_tokens]` int64.
+        num_unkept: `[max_seqs]` int32; None for a model without states.
     """
 
-    def __init__(self, rows: Rows, max_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self, rows: Rows, max_seqs: int, max_tokens: int, *, has_states: bool = False
+    ) -> None:
         num_layer_groups, _, max_blocks = rows.tables.shape
         self.tables = np.zeros((num_layer_groups, max_seqs, max_blocks), rows.tables.dtype)
         self.query_starts = np.zeros(max_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_layer_groups, max_tokens), np.int64)
+        self.num_unkept = np.zeros(max_seqs, np.int32) if has_states else None
 
     def metadata(
         self, num_seqs: int, num_tokens: int, num_columns: int, device: torch.device
     ) -> tuple[AttentionMetadata, ...]:
         """Returns the metadata of each layer group."""
         query_starts = self.query_starts[: num_seqs + 1]
-        context_lens = self.context_lens[:num_seqs]
+        context_lens, unkept = self.context_lens[:num_seqs], self.num_unkept
         for_group = partial(
             AttentionMetadata,
             query_starts=to_device(query_starts, device),
             context_lens=to_device(context_lens, device),
             max_query_len=int(np.diff(query_starts).max(initial=0)),
             max_context_len=int(context_lens.max(initial=0)),
+            num_unkept=None if unkept is None else to_device(unkept[:num_seqs], device),
         )
         tables = to_device(self.tables[:, :num_seqs, :num_columns], device)
         slots = to_device(self.slots[:, :num_tokens], device)

@@ -16,6 +16,7 @@ import kernels
 from engine.models.layers import CausalModel
 from engine.runtime.draws.sampler import Scores
 from engine.runtime.forward.batch_inputs import BatchInputs, KeptMemory, StepInputs
+from engine.runtime.state_pool import StateMemory
 from kernels import Arena, PagedKv, RecordedStep
 from kvstore.mover.pool_objects import BlockViews
 
@@ -71,6 +72,7 @@ class RecordedSteps:
         slots: `PagedKv.slots`.
         inputs: the inputs, which the caller fills before each step.
         kept: memory for the hidden states of logit rows that steps keep; None to keep none.
+        states: the slots of states, which keep their memory; None for a model without.
 
     Attributes:
         inputs: the inputs of the next step.
@@ -83,8 +85,9 @@ class RecordedSteps:
         slots: Sequence[tuple[int, int]],
         inputs: StepInputs,
         kept: KeptMemory | None = None,
+        states: StateMemory | None = None,
     ) -> None:
-        self._model, self._kv, self._slots = model, kv, slots
+        self._model, self._kv, self._slots, self._state_memory = model, kv, slots, states
         self.inputs, self._kept = inputs, kept
         max_logit_rows = inputs.max_logit_rows
         self._device = kv.states.device
@@ -175,14 +178,16 @@ class RecordedSteps:
         return Scores(logits, *row_maxima, hidden, self._states)
 
     def _hidden(self, inputs: BatchInputs, on_layer: OnLayer | None) -> torch.Tensor:
-        states, scales = self._kv.states, self._kv.scales
+        memory = self._state_memory
         kv = PagedKv(
-            states,
+            self._kv.states,
             inputs.layer_groups,
             self._slots,
             inputs.logit_rows if self._model.part.is_last else None,
-            scales=scales,
+            scales=self._kv.scales,
             on_layer=on_layer,
+            state_group=None if memory is None else memory.layer_group,
+            states=() if memory is None else memory.layers,
         )
         kept = None
         if self._kept is not None:

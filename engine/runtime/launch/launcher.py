@@ -25,12 +25,14 @@ from engine.runtime.launch.pools import Pools
 from engine.runtime.launch.trial_steps import TrialSteps
 from engine.runtime.launch.worker_plan import plan_memory, start_threads
 from engine.runtime.rank_batches import check_same_engine
+from engine.runtime.state_pool import StateMemory, state_layout
 from engine.runtime.steps.device_steps import DeviceSteps
 from engine.runtime.steps.host_steps import HostSteps
 from engine.runtime.steps.stage_steps import DeviceStageSteps, StageSteps
 from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
 from engine.runtime.weights.loader import LoadedModel, load_model
+from engine.validation import why_no_states
 from kernels import EngineRanks
 from kvstore.mover.pool_objects import view_blocks
 
@@ -132,8 +134,10 @@ class Launcher:
             weights_folder=config.weights_folder,
             part=part,
             max_model_len=config.max_model_len,
+            why_no_states=why_no_states(config),
         )
-        layer_groups = group_layers(self._loaded.sliding_windows)
+        model = self._loaded.model.config
+        layer_groups = group_layers(self._loaded.sliding_windows, model.recurrent_layers)
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self._info = _model_info(self._loaded, layer_groups, config)
         self._layout = self._info.layout
@@ -177,7 +181,7 @@ class Launcher:
             prompt_token_s = trials.time_prompt_token()
             pools = self._make_pools(free_bytes)
             costs = self._measure_costs(prompt_token_s, pools)
-            steps = self._make_steps(pools.whole)
+            steps = self._make_steps(pools.whole, pools.states)
             steps.warm_up()
             pools.whole[0].zero_()  # dummy steps may have written KV to it
         return LaunchedModel(
@@ -197,8 +201,8 @@ class Launcher:
             self._config,
             self._make_steps,
             self._layout,
+            self._info,
             self._device,
-            max_model_len=self._info.max_model_len,
             num_spare_blocks=self._steps_type.num_spare_blocks,
         )
 
@@ -236,7 +240,7 @@ class Launcher:
             max_proposals=self._drafter.max_proposals,
         )
 
-    def _make_steps(self, pool: torch.Tensor) -> Steps:
+    def _make_steps(self, pool: torch.Tensor, states: StateMemory | None) -> Steps:
         config, info = self._config, self._info
         return self._steps_type(
             StepModel(
@@ -255,6 +259,7 @@ class Launcher:
                 dtype=getattr(torch, self._loaded.dtype),
                 max_drafts=config.max_drafts,
                 drafter=self._drafter,
+                states=states,
             )
         )
 
@@ -278,6 +283,7 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
         tokenizer_digest=loaded.tokenizer_digest,
         layout=decide_layout(config, loaded, layer_groups.layers_per_block),
         windows=layer_groups.windows,
+        states=state_layout(loaded.model.config, loaded.dtype),
     )
 
 

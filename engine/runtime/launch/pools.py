@@ -15,6 +15,7 @@ from engine.runtime.drafting.drafter import Drafter
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.kv_pool import (
     allocate_host_pool,
+    allocate_host_slots,
     allocate_pool,
     decide_num_blocks,
     decide_num_host_blocks,
@@ -22,6 +23,13 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.rank_batches import check_same_pools, least_of_all
+from engine.runtime.state_pool import (
+    StateMemory,
+    decide_num_host_slots,
+    decide_num_slots,
+    log_slots,
+    num_region_blocks,
+)
 from kernels import EngineRanks
 from kvstore.layout import KvLayout
 
@@ -38,15 +46,21 @@ class Pools:
     Attributes:
         num_blocks: number of blocks in the pool.
         num_host_blocks: number of blocks in the host pool.
-        whole: the pool, `[num_blocks + spare blocks, *layout.block_shape]`; the steps use the
-            spare ones.
+        num_slots: number of slots for states.
+        whole: the pool: `num_blocks` blocks, those that hold the slots, and spare blocks,
+            `[number of all, *layout.block_shape]`; the steps use the spare ones.
         host: the host pool.
+        states: the slots, and as many spare ones as spare blocks; None for a model without.
+        host_slots: slots in the host pool, `[num_host_slots, slot_bytes]`.
     """
 
     num_blocks: int
     num_host_blocks: int
+    num_slots: int
     whole: torch.Tensor
     host: torch.Tensor
+    states: StateMemory | None
+    host_slots: torch.Tensor
 
     @classmethod
     def make(
@@ -81,26 +95,42 @@ class Pools:
             num_bytes = max(0, free_bytes - drafter.fixed_bytes)
         if ranks is not None:
             num_bytes = least_of_all(ranks, num_bytes // _MEBIBYTE, device) * _MEBIBYTE
+        draft_block_bytes = drafter.block_bytes if drafter else 0
+        is_on_cpu, states = free_bytes is None, info.states
+        max_blocks = config.max_num_seqs * spec.blocks_for(max_len) if is_on_cpu else None
+        num_slots = decide_num_slots(
+            config, states, layout.block_bytes + draft_block_bytes, num_bytes, max_blocks
+        )
+        num_state_blocks = num_region_blocks(states, layout, num_slots + num_spare_blocks)
         num_blocks = decide_num_blocks(
             config,
             layout,
             spec,
             max_len,
             num_bytes,
-            draft_block_bytes=drafter.block_bytes if drafter else 0,
-            is_on_cpu=free_bytes is None,
+            draft_block_bytes=draft_block_bytes,
+            state_bytes=num_state_blocks * layout.block_bytes,
+            is_on_cpu=is_on_cpu,
             plan=plan,
         )
         num_host_blocks = decide_num_host_blocks(config, layout, num_blocks, device, plan)
         if ranks is not None:
             check_same_pools(ranks, num_blocks, num_host_blocks)
-        whole = allocate_pool(num_blocks + num_spare_blocks, layout, device)
+        whole = allocate_pool(num_blocks + num_state_blocks + num_spare_blocks, layout, device)
         kernels.copy_blocks(whole[:num_blocks], ((0, num_blocks - 1),))  # compiles it
         host = allocate_host_pool(num_host_blocks, layout, device)
         if drafter is not None:
             drafter.allocate(num_blocks)
         log_pool(num_blocks, num_host_blocks, layout, spec, max_len)
-        return cls(num_blocks, num_host_blocks, whole, host)
+        memory, host_slots = None, torch.empty(0, 0, dtype=torch.uint8)
+        if states is not None:
+            region = whole[num_blocks : num_blocks + num_state_blocks]
+            memory = StateMemory.of(region, states, len(info.windows))
+            num_host_slots = decide_num_host_slots(num_slots, num_blocks, num_host_blocks)
+            host_slots = allocate_host_slots(num_host_slots, states.slot_bytes, device)
+            assert spec.states is not None
+            log_slots(states, num_slots, spec.states.interval)
+        return cls(num_blocks, num_host_blocks, num_slots, whole, host, memory, host_slots)
 
     @property
     def kv(self) -> torch.Tensor:

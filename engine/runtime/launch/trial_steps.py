@@ -10,7 +10,9 @@ from baton.common.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.batch import NO_LOGPROBS, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams, LogitRules
+from engine.runner import ModelInfo
 from engine.runtime.kv_pool import DeviceMemory, allocate_pool
+from engine.runtime.state_pool import StateMemory, num_region_blocks
 from engine.runtime.steps.steps import Steps
 from kvstore.layout import KvLayout
 
@@ -27,28 +29,28 @@ class TrialSteps:
 
     Args:
         config: the flags.
-        make_steps: makes the steps over a pool.
+        make_steps: makes the steps over a pool, with the slots in it.
         layout: of a block of the pool.
+        info: the model's properties.
         device: where the model is.
-        max_model_len: the most tokens of a sequence.
         num_spare_blocks: blocks that the steps need behind those of the pool.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        make_steps: Callable[[torch.Tensor], Steps],
+        make_steps: Callable[[torch.Tensor, StateMemory | None], Steps],
         layout: KvLayout,
+        info: ModelInfo,
         device: torch.device,
         *,
-        max_model_len: int,
         num_spare_blocks: int,
     ) -> None:
         self._config = config
         self._make_steps = make_steps
         self._layout = layout
         self._device = device
-        self._max_model_len = max_model_len
+        self._info = info
         self._num_spare_blocks = num_spare_blocks
         self._is_on_cpu = device.type == "cpu"
 
@@ -88,7 +90,7 @@ class TrialSteps:
 
     def _measure_graphs(self) -> int:
         """Returns the number of bytes that the steps' CUDA graphs will need."""
-        num_bytes = self._make_steps(self._dummy_pool()).graph_bytes()
+        num_bytes = self._make_steps(*self._dummy_pool()).graph_bytes()
         torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 
@@ -105,7 +107,7 @@ class TrialSteps:
         Returns:
             The number of tokens of the step.
         """
-        lengths = _dummy_lengths(num_tokens, max_seqs, self._max_model_len)
+        lengths = _dummy_lengths(num_tokens, max_seqs, self._info.max_model_len)
         chunks = tuple(
             ScheduledChunk(
                 row,
@@ -120,17 +122,25 @@ class TrialSteps:
             for row, length in enumerate(lengths)
         )
         batch = ScheduledBatch(0, chunks)
-        steps = self._make_steps(self._dummy_pool())
+        steps = self._make_steps(*self._dummy_pool())
         for _ in range(1 + uses_all_memory):
             steps.update(batch)
             steps.launch(batch).result()
         steps.finish()
         return batch.num_tokens
 
-    def _dummy_pool(self) -> torch.Tensor:
-        """Returns a pool of one block for all KV of dummy steps, and the steps' spare blocks."""
-        num_blocks = 1 + self._num_spare_blocks
-        return allocate_pool(num_blocks, self._layout, self._device)
+    def _dummy_pool(self) -> tuple[torch.Tensor, StateMemory | None]:
+        """Returns a pool of one block for all KV of dummy steps, one slot for all states, and the
+        steps' spare ones.
+        """
+        states, num_spare = self._info.states, self._num_spare_blocks
+        num_state_blocks = num_region_blocks(states, self._layout, 1 + num_spare)
+        num_blocks = 1 + num_state_blocks + num_spare
+        pool = allocate_pool(num_blocks, self._layout, self._device)
+        if states is None:
+            return pool, None
+        region = pool[1 : 1 + num_state_blocks]
+        return pool, StateMemory.of(region, states, len(self._info.windows))
 
     def time_prompt_token(self) -> float:
         """Measures the seconds per token of a long chunk. `profile` has warmed up before."""

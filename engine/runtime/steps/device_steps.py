@@ -70,10 +70,18 @@ class DeviceSteps(Steps):
         self._rows = DeviceRows(
             model.num_layer_groups, model.max_rows, model.max_blocks, spare_block, model.device
         )
+        if model.states is not None:
+            spare_slot = len(model.states.slots) - 1
+            self._rows.state.tables[model.states.layer_group, self._rows.spare_row] = spare_slot
         self._hidden = None if self._part.is_first else model.new_hidden()
         limits = model.max_tokens, model.block_size
         self._inputs = StepInputs(
-            self._rows.host, *limits, model.device, self._hidden, model.max_drafts
+            self._rows.host,
+            *limits,
+            model.device,
+            self._hidden,
+            model.max_drafts,
+            has_states=model.states is not None,
         )
         self._decode = DeviceDecode(model, self._rows, self._hidden)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)

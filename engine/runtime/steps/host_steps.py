@@ -41,9 +41,18 @@ class HostSteps(Steps):
         self._processors = RowProcessors(model.processors)
         self._hidden = None if model.model.part.is_first else model.new_hidden()
         sizes = model.max_tokens, model.block_size
-        inputs = StepInputs(self._rows, *sizes, model.device, self._hidden, model.max_drafts)
+        inputs = StepInputs(
+            self._rows,
+            *sizes,
+            model.device,
+            self._hidden,
+            model.max_drafts,
+            has_states=model.states is not None,
+        )
         kept = model.new_kept(inputs.max_logit_rows)
-        self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs, kept)
+        self._recorded = RecordedSteps(
+            model.model, model.kv, model.layer_slots, inputs, kept, model.states
+        )
         self._decode_rows = self._decode_rows_of(())
         self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
         self._on_layers: LayersComputed | None = None

@@ -15,6 +15,7 @@ from engine.runtime.drafting.drafter import Drafter, ProposalJob
 from engine.runtime.draws.logits_processors import LogitsProcessor
 from engine.runtime.draws.rows import Rows
 from engine.runtime.forward.batch_inputs import KeptMemory
+from engine.runtime.state_pool import StateMemory
 from kernels import AttentionMetadata, DeviceRankGroup, EngineRanks, LogitRows, PagedKv
 from kvstore.mover.pool_objects import BlockViews
 
@@ -30,6 +31,8 @@ class StepModel:
         kv: its KV cache, which keeps its memory; the last `Steps.num_spare_blocks` of its
             blocks are for the steps alone.
         layer_slots: `PagedKv.slots`.
+        states: the slots of recurrent layers' states; the last `Steps.num_spare_blocks` of them are
+            for the steps alone. None for a model without.
         num_layer_groups: number of layer groups.
         block_size: tokens per KV block.
         max_rows: maximum number of sequences that run at once.
@@ -60,6 +63,7 @@ class StepModel:
     dtype: torch.dtype = torch.float32
     max_drafts: int = 0
     drafter: Drafter | None = None
+    states: StateMemory | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -111,8 +115,15 @@ class StepModel:
         self, layer_groups: Sequence[AttentionMetadata], logit_rows: LogitRows | None = None
     ) -> PagedKv:
         """Returns the KV cache as one step uses it; the arguments are fields of `PagedKv`."""
+        states = self.states
         return PagedKv(
-            self.kv.states, layer_groups, self.layer_slots, logit_rows, scales=self.kv.scales
+            self.kv.states,
+            layer_groups,
+            self.layer_slots,
+            logit_rows,
+            scales=self.kv.scales,
+            state_group=None if states is None else states.layer_group,
+            states=() if states is None else states.layers,
         )
 
 

@@ -117,8 +117,11 @@ class DescribedModel:
                 fields.dtype,
             )
 
-    def check_states(self) -> None:
+    def check_states(self, why: str) -> None:
         """Checks that the model has no recurrent layers, for callers that keep no states.
+
+        Args:
+            why: why such models are refused.
 
         Raises:
             ConfigurationError: it has some.
@@ -128,7 +131,7 @@ class DescribedModel:
             with _config_errors(self.checkpoint):
                 raise ConfigFieldError(
                     f"layer_types has {len(recurrent)} recurrent layers, the first of them layer "
-                    f"{recurrent[0]}; models with such layers are not supported"
+                    f"{recurrent[0]}; {why}"
                 )
 
     def untied(self) -> "DescribedModel":

@@ -141,3 +141,17 @@ def test_a_lane_that_was_empty_counts_the_time_since_the_newest_step() -> None:
     one.token_at = 105.0
     decoding.leave(one)
     assert one.token_at == 105.0
+
+
+def test_a_sequence_that_enters_again_for_the_step_of_before_is_due_once() -> None:
+    """Its states would get the token of that step twice otherwise."""
+    decoding = DecodeSet(4)
+    one = sequence(8)
+    decoding.enter(one, step=0)
+    (one,) = decoding.take_due(1)
+    decoding.renew(one, 1)  # due in step 5
+    decoding.leave(one)
+    one.num_scheduled = 12
+    decoding.enter(one, step=4)
+
+    assert decoding.take_due(5) == [one]

@@ -1,0 +1,92 @@
+"""States of recurrent layers never change a token: LFM2, greedy, float32, compared with
+`transformers`, with prompts that begin at states which others have left.
+"""
+
+from functools import cache
+
+import pytest
+
+from baton.common.errors import ConfigurationError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.real_engines import engine, run_all, tokens_of
+from tests.support.requests import engine_request
+from tests.support.runner_kinds import use_kind
+
+BLOCK = 8
+INTERVAL = 16
+NUM_TOKENS = 9
+PROMPT = tuple(prompt_of(70, seed=1))
+OTHER = tuple(prompt_of(70, seed=2))
+# Where the second prompt leaves the first: around ends of blocks, intervals and the first prompt.
+PLACES = (1, 9, 33, 63, 64, 65)
+
+
+@cache
+def _reference(prompt: tuple[int, ...]) -> list[int]:
+    return reference_greedy(tiny_checkpoint("lfm2"), list(prompt), NUM_TOKENS)
+
+
+def _check(core, prompts) -> None:
+    requests = [
+        engine_request(request_id=str(i), prompt_token_ids=prompt, max_tokens=NUM_TOKENS)
+        for i, prompt in enumerate(prompts)
+    ]
+    outputs = run_all(core, requests)
+    for i, prompt in enumerate(prompts):
+        assert tokens_of(outputs[str(i)]) == _reference(prompt), len(prompt)
+    pool = core.scheduler.kv.pool
+    assert pool.num_free_slots == pool.num_slots
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_prompts_that_share_a_beginning_use_its_states(overlapped: bool) -> None:
+    flags = {"block_size": BLOCK, "state_interval": INTERVAL, "max_num_batched_tokens": 24}
+    with engine("lfm2", **flags, async_scheduling=overlapped) as core:
+        kv = core.scheduler.kv
+        for place in PLACES:
+            core.scheduler.reset_prefix_cache()
+            _check(core, [PROMPT])
+            num_hits = kv.num_hits
+            _check(core, [PROMPT[:place] + OTHER[place:]])
+            assert (kv.num_hits - num_hits) % BLOCK == 0
+            # Only the end of a prompt is kept, as it is shorter than what is between two states.
+            assert kv.num_hits - num_hits == (64 if place >= 64 else 0)
+        # The next turn of a chat begins where the answer before was kept last.
+        answer = tuple(_reference(PROMPT))
+        num_hits = kv.num_hits
+        _check(core, [PROMPT + answer + OTHER[:9]])
+        assert kv.num_hits - num_hits >= 64
+
+
+def test_steps_of_a_device_equal_transformers(monkeypatch) -> None:
+    use_kind("device, eager", monkeypatch)
+    with engine("lfm2", block_size=BLOCK, state_interval=INTERVAL) as core:
+        for _ in range(2):
+            _check(core, [PROMPT[:length] for length in (1, 8, 33, 64)])
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 9])
+def test_few_slots_only_cost_time(num_slots: int) -> None:
+    prompts = [PROMPT[:length] for length in (3, 8, 16, 33, 64, 65)] + [OTHER[:40]]
+    flags = {"num_state_slots": num_slots, "state_interval": BLOCK, "block_size": BLOCK}
+    with engine("lfm2", **flags) as core:
+        for _ in range(2):
+            _check(core, prompts)
+        assert core.scheduler.load().num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_connector": "shm://"}, "--kv-connector is shm://.* cannot transfer states yet"),
+        (
+            {"speculative_config": {"model": "m", "num_speculative_tokens": 2}},
+            "draft models and heads do not work with states yet",
+        ),
+        ({"state_interval": 12}, "--state-interval is 12; it must be a multiple of --block-size 8"),
+        ({"num_state_slots": 0}, "--num-state-slots is 0; it must be >= 1"),
+    ],
+)
+def test_what_does_not_work_with_states_is_refused(flags, message) -> None:
+    with pytest.raises(ConfigurationError, match=message), engine("lfm2", **flags):
+        pass
