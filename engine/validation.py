@@ -33,14 +33,13 @@ _MAX_BAD_WORD_TOKENS = 64
 
 
 def check_states(config: EngineConfig, info: ModelInfo) -> None:
-    """Refuses what does not work yet with a model that has recurrent layers.
+    """Refuses a connector for a model that has recurrent layers, whatever its runner can do.
 
     Raises:
         ConfigurationError: names the flag and what is missing.
     """
-    reason = why_no_states(config)
-    if info.states is not None and reason:
-        raise ConfigurationError(f"the model has recurrent layers; {reason}")
+    if info.states is not None and config.kv_connector is not None:
+        raise ConfigurationError(f"the model has recurrent layers; {why_no_states(config)}")
 
 
 def why_no_states(config: EngineConfig) -> str:
