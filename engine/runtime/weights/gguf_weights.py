@@ -120,15 +120,24 @@ class GgufWeights:
         """Yields the checkpoint's name and the place of each tensor that one of the file has."""
         stem, _, suffix = name.rpartition(".")
         layer = _LAYER.fullmatch(stem)
-        if layer is None:
-            known = self._architecture.model_names.get(stem)
-            yield f"{known}.{suffix}" if known else name, _Place(name, tensor.shape)
-            return
-        known = self._architecture.layer_names.get(layer[2])
-        if known is None:
+        names = self._architecture.layer_names if layer else self._architecture.model_names
+        part = layer[2] if layer else stem
+        whole = names.get(f"{part}.{suffix}")
+        if whole is None and part in names:
+            whole = f"{names[part]}.{suffix}"
+        if whole is None:  # the model has no such tensor
             yield name, _Place(name, tensor.shape)
             return
-        yield f"model.layers.{layer[1]}.{known}.{suffix}", _Place(name, tensor.shape)
+        shape, axis = tensor.shape, self._architecture.new_axes.get(part)
+        if axis is not None and len(shape) <= axis + 1:
+            shape = (*shape[:axis], 1, *shape[axis:])
+        known = f"model.layers.{layer[1]}.{whole}" if layer else whole
+        if "{expert}" not in known:
+            yield known, _Place(name, shape)
+            return
+        for expert in range(shape[0]):
+            place = _Place(name, shape[1:], expert * math.prod(shape[1:]))
+            yield known.replace("{expert}", str(expert)), place
 
     def _order_of_rows(self, place: _Place) -> _Numbers | None:
         """Returns the file's row of each row of the tensor; None if they have the same order.
@@ -146,7 +155,7 @@ class GgufWeights:
         tensor = self._header.tensors[name]
         block, block_bytes = self._check_type(name, tensor.type_id)
         shape, columns = list(tensor.shape), math.prod(tensor.shape[1:])
-        if 0 in shape or columns % block:
+        if 0 in shape or ([1, *shape[1:]][-1]) % block:
             raise self._header.refuse(f"tensor {name} has shape {shape}, which its type has not")
         if self._is_in_order_of_pairs(name) and shape[0] % self._head_dim:
             raise self._header.refuse(

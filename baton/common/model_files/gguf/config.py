@@ -70,7 +70,6 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     head_dim = values.integer(
         "attention.key_length", values.integer("embedding_length") // num_heads
     )
-    biased = "blk.0.attn_q.bias" in header.tensors
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -78,14 +77,13 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         "hidden_act": "silu",
         **{name: values.integer(key) for key, name in _SIZES.items()},
         "num_hidden_layers": values.num_layers,
-        "num_key_value_heads": values.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _num_kv_heads(values, architecture),
         "head_dim": head_dim,
         "vocab_size": _vocab_size(header),
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope_parameters(values, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        # Qwen2 always has biases of Q, K and V, and never one of the output.
-        **({} if architecture.model_type == "qwen2" else {"attention_bias": biased}),
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         **_token_ids(header),
         **architecture.fields(values),
@@ -119,6 +117,17 @@ def _end_ids(header: GgufHeader) -> set[int]:
     return {*ends.values(), *(token_id for token_id in named if token_id is not None)}
 
 
+def _num_kv_heads(values: HeaderValues, architecture: GgufArchitecture) -> int:
+    """Returns the number of KV heads of the layers that have attention."""
+    key = "attention.head_count_kv"
+    if architecture.mixes_layers:
+        numbers = {number for number in values.per_layer(key) if number}
+        if len(numbers) != 1:
+            raise values.unsupported(key)
+        return numbers.pop()
+    return values.integer(key, values.integer("attention.head_count"))
+
+
 def _rope_parameters(
     values: HeaderValues, architecture: GgufArchitecture, head_dim: int
 ) -> dict[str, Any]:
@@ -128,9 +137,10 @@ def _rope_parameters(
     rotary_dim = values.integer("rope.dimension_count", head_dim)
     if rotary_dim == head_dim:
         return architecture.rope(values, head_dim)
-    if not architecture.rotates_part or rotary_dim > head_dim or rotary_dim % 2:
-        raise values.unsupported("rope.dimension_count")
     rotated = rotary_dim / head_dim
+    is_possible = rotated < 1 and rotary_dim % 2 == 0 and int(head_dim * rotated) == rotary_dim
+    if not architecture.rotates_part or not is_possible:
+        raise values.unsupported("rope.dimension_count")
     return {**architecture.rope(values, rotary_dim), "partial_rotary_factor": rotated}
 
 

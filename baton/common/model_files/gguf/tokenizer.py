@@ -9,9 +9,10 @@ encoded as bytes.
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from baton.common.model_files.gguf.header import GgufHeader
+from baton.common.model_files.gguf.word_rules import word_rule
 from baton.common.model_files.tokenizer_steps import DUPLICATE_MARK, mark_duplicates
 
 __all__ = ["build_tokenizer", "tokenizer_config_json"]
@@ -22,34 +23,6 @@ _SPACE = "\u2581"
 _MAX_PIECE_CHARS = 1024
 """The longest piece of SentencePiece's kind; the cost of its merges grows as its length squared."""
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-# Rules that a regular expression states whole.
-_REGEXES = {
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-    "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
-    "tekken": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-}
-# Other names of the same rule.
-_ALIASES = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "smaug-bpe": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "starcoder": "smollm",
-    "refact": "smollm",
-    "command-r": "smollm",
-}
-_PRE_TOKENIZERS = ("default", "gpt-2", "smollm", *_REGEXES)
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not built by merges
-_NORMALIZED = ("qwen2",)  # to NFC
 
 
 def build_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
@@ -132,51 +105,18 @@ def _num_used(tokens: list[str], types: list[int]) -> int:
 
 
 def _byte_level_bpe(header: GgufHeader, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
-    stated = header.metadata.get(f"{_KEYS}pre", "default")
-    rule = _ALIASES.get(stated, stated)
-    if rule not in _PRE_TOKENIZERS:
-        raise header.refuse(
-            f"{_KEYS}pre {stated!r} is not supported; "
-            f"supported are {', '.join([*_PRE_TOKENIZERS, *_ALIASES])}"
-        )
+    rule = word_rule(header)
     merges = [tuple(merge.split(" ")) for merge in _list(header, "merges")]
     for pair in merges:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
             raise header.refuse(f"{_KEYS}merges has {' '.join(pair)!r}, which are no two tokens")
-    model = models.BPE(vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS)
+    model = models.BPE(vocabulary, merges, ignore_merges=rule.takes_whole_words)
     backend = tokenizers.Tokenizer(model)
-    if rule in _NORMALIZED:
+    if rule.is_normalized:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_splitters(rule))
+    backend.pre_tokenizer = rule.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _splitters(rule: str) -> list[Any]:
-    """Returns the steps that split a text into words and convert them to byte-level characters."""
-    if rule in _REGEXES:
-        return [_isolated(_REGEXES[rule]), _byte_level(use_regex=False)]
-    if rule == "smollm":
-        return [pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)]
-    if rule == "default":  # of files older than the key
-        punctuation, digits = r"[\p{P}\$\+<=>\^~\|]+", r"[0-9][0-9][0-9]"
-        return [
-            _isolated(punctuation),
-            _isolated(_GPT2),
-            _isolated(r"\p{N}+"),
-            _isolated(digits),
-            _byte_level(use_regex=False),
-        ]
-    return [_byte_level(use_regex=True)]
-
-
-def _isolated(pattern: str) -> Any:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
-
-
-def _byte_level(*, use_regex: bool) -> Any:
-    """Returns the byte-level conversion; with `use_regex` it splits as GPT-2 does."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 def _sentencepiece_bpe(header: GgufHeader, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
@@ -245,8 +185,7 @@ def _post_processor(
     header: GgufHeader, tokens: list[str], kind: str
 ) -> processors.TemplateProcessing:
     """Adds BOS and EOS where the file's flags say so, or its kind of tokenizer does."""
-    pre = header.metadata.get(f"{_KEYS}pre", "")
-    by_default = kind == "llama" or _ALIASES.get(pre, pre) == "llama-bpe"
+    by_default = kind == "llama" or word_rule(header).adds_bos
     defaults = {"bos": by_default and header.token_id("bos") is not None, "eos": False}
     affixes: dict[str, list[str]] = {"bos": [], "eos": []}
     for role, default in defaults.items():

@@ -12,6 +12,7 @@ __all__ = ["HeaderValues"]
 # Values with which keys that are not read change nothing, besides 0 and false.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "embedding_scale": (1,),
+    "expert_gating_func": (1,),  # softmax
     "expert_weights_scale": (1,),
     "logit_scale": (1,),
     "residual_scale": (1,),
@@ -69,6 +70,20 @@ class HeaderValues:
         if type(value) is not int or not 0 < value <= _MAX_INTEGER:
             raise self.unsupported(key)
         return value
+
+    def per_layer(self, key: str) -> list[int]:
+        """Returns an integer per layer, which may be 0.
+
+        Raises:
+            ConfigurationError: it is missing or something else.
+        """
+        value = self.header.metadata.get(self.name(key))
+        values = [value] * self.num_layers if type(value) is int else value
+        if not isinstance(values, list) or len(values) != self.num_layers:
+            raise self.unsupported(key)
+        if not all(type(number) is int and 0 <= number <= _MAX_INTEGER for number in values):
+            raise self.unsupported(key)
+        return values
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a positive, finite number.

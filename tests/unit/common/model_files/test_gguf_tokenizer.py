@@ -55,6 +55,19 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 def byte_level(*, use_regex):
@@ -72,6 +85,10 @@ PUBLISHED = {
     "llama-bpe": [split(LLAMA3), byte_level(use_regex=False)],
     "qwen2": [split(QWEN2), byte_level(use_regex=False)],
     "tekken": [split(TEKKEN), byte_level(use_regex=False)],
+    "olmo": [byte_level(use_regex=True)],
+    "dbrx": [split(LLAMA3), byte_level(use_regex=False)],
+    "gpt-4o": [split(GPT4O), byte_level(use_regex=False)],
+    "deepseek-v3": [*map(split, DEEPSEEK3), byte_level(use_regex=False)],
 }
 
 
@@ -79,7 +96,7 @@ def published_tokenizer(rule):
     """A tokenizer with the rule, trained on the texts, with three added tokens."""
     model = models.BPE(ignore_merges=rule in ("llama-bpe", "tekken"))
     backend = tokenizers.Tokenizer(model)
-    if rule == "qwen2":
+    if rule in ("qwen2", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED[rule])
     backend.decoder = decoders.ByteLevel()

@@ -1,0 +1,325 @@
+"""Writes GGUF files of tiny models of all families, as llama.cpp's converter does.
+
+Names of tensors are those of the `gguf` package.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from tests.support.gguf_files import BYTE_TOKENIZER, in_pairs, stored_array, write_gguf
+
+_F32 = gguf.GGMLQuantizationType.F32
+_SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.5 + i for i in range(6)],
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+
+# By name, the class of a config and its fields.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma2": ("Gemma2Config", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}),
+    "gemma2_27b": (
+        "Gemma2Config",
+        {"head_dim": 24, "query_pre_attn_scalar": 16, "num_hidden_layers": 46},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "num_hidden_layers": 8,
+            "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 7}),
+    "phi3_long": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 64, "rope_parameters": _LONG, "sliding_window": None},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "attention_multiplier": 0.125,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL},
+        },
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True}),
+    "smollm3": ("SmolLM3Config", {}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-6,
+        },
+    ),
+}
+_FILE_ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+}
+
+
+def family_model(name: str) -> Any:
+    """Returns a model of `transformers` with random weights, also of its norms and biases."""
+    class_name, fields = FAMILIES[name]
+    config = getattr(transformers, class_name)(**{**_SIZES, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            deviation = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
+            weight.add_(torch.randn(weight.shape) * deviation)
+    return model
+
+
+def save_family(
+    path: Path,
+    model: Any,
+    kind: gguf.GGMLQuantizationType = _F32,
+    part_tensors: int = 0,
+) -> Path:
+    """Writes a model; see `write_gguf`.
+
+    Args:
+        path: of the file.
+        model: of `transformers`.
+        kind: type of the matrices whose rows are whole blocks.
+        part_tensors: how many tensors a file has at most; 0 for all of them in one.
+    """
+    config = model.config
+    architecture = _FILE_ARCHITECTURES.get(config.model_type, config.model_type)
+    tensors = {
+        name: stored_array(np.ascontiguousarray(array), kind if _fits(name, array) else _F32)
+        for name, array in _tensors(model, architecture)
+    }
+    keys = {f"{architecture}.{key}": value for key, value in _keys(config).items()}
+    metadata = {"general.architecture": architecture, **BYTE_TOKENIZER, **keys}
+    return write_gguf(path, metadata, tensors, part_tensors)
+
+
+def _fits(name: str, array: np.ndarray) -> bool:
+    return name.endswith(".weight") and array.shape[-1] % 32 == 0
+
+
+def _keys(config: Any) -> dict[str, Any]:
+    """The keys of the file, without the architecture."""
+    head_dim = getattr(config, "head_dim", None)
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        **_rope_keys(config),
+        **_KEYS.get(config.model_type, lambda _: {})(config),
+    }
+
+
+def _rope_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    keys = {"rope.freq_base": float(rope["rope_theta"])}
+    if rope["rope_type"] in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        original = rope["original_max_position_embeddings"]
+        keys["rope.scaling.original_context_length"] = original
+    return keys
+
+
+def _gemma2_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "attention.sliding_window": config.sliding_window,
+    }
+
+
+def _phi3_keys(config: Any) -> dict[str, Any]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    original = config.original_max_position_embeddings
+    keys = {
+        "rope.dimension_count": int(share * config.hidden_size) // config.num_attention_heads,
+        "rope.scaling.original_context_length": original,
+        "attention.sliding_window": config.sliding_window or 0,
+    }
+    if config.rope_parameters["rope_type"] == "longrope":
+        scale = config.max_position_embeddings / original
+        factor = (1 + np.log(scale) / np.log(original)) ** 0.5
+        keys["rope.scaling.attn_factor"] = float(factor)
+    return keys
+
+
+def _granite_keys(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _olmo3_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            layer_type == "sliding_attention" for layer_type in config.layer_types
+        ],
+    }
+
+
+def _expert_keys(config: Any) -> dict[str, Any]:
+    kept = {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        **{key: getattr(config, name, None) for key, name in kept.items()},
+    }
+
+
+def _lfm2_keys(config: Any) -> dict[str, Any]:
+    num_kv_heads = config.num_key_value_heads
+    return {
+        "attention.head_count_kv": [
+            0 if layer_type == "conv" else num_kv_heads for layer_type in config.layer_types
+        ],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+        "vocab_size": config.vocab_size,
+    }
+
+
+_KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "gemma2": _gemma2_keys,
+    "gemma3_text": lambda config: {"attention.sliding_window": config.sliding_window},
+    "phi3": _phi3_keys,
+    "granite": _granite_keys,
+    "olmo3": _olmo3_keys,
+    "glm4": lambda config: {"rope.dimension_count": config.head_dim // 2},
+    "smollm3": lambda config: {"vocab_size": config.vocab_size},
+    "qwen2_moe": _expert_keys,
+    "qwen3_moe": _expert_keys,
+    "mixtral": _expert_keys,
+    "olmoe": _expert_keys,
+    "lfm2": _lfm2_keys,
+}
+
+
+def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the file's tensors."""
+    config = model.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    for name, array in _apart(model):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = names.get_name(name, (".weight", ".bias"))
+        assert stored is not None, name
+        is_rotated = ".q_proj." in name or ".k_proj." in name
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+            yield stored, array + 1
+        elif config.model_type in ("granite", "smollm3", "mixtral") and is_rotated:
+            yield stored, in_pairs(array, config.hidden_size // config.num_attention_heads)
+        else:
+            yield stored, array
+    for name in ("long", "short"):
+        if factors := config.rope_parameters.get(f"{name}_factor"):
+            yield f"rope_factors_{name}.weight", np.array(factors, np.float32)
+
+
+def _apart(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the model's tensors as the converter names them, gates apart from up projections."""
+    swaps_axes = model.config.model_type == "gpt_oss"
+    for name, weight in model.state_dict().items():
+        array = weight.numpy()
+        parent, _, part = name.rpartition(".")
+        if not parent.endswith(".experts"):
+            yield f"{name}.weight" if part == "sinks" else name, array.squeeze()
+            continue
+        suffix = "bias" if part.endswith("_bias") else "weight"
+        if swaps_axes and suffix == "weight":
+            array = array.swapaxes(1, 2)
+        if part.startswith("down_proj"):
+            yield f"{parent}.down_proj.{suffix}", array
+            continue
+        half = array.shape[1] // 2
+        gate, up = (array[:, ::2], array[:, 1::2]) if swaps_axes else np.split(array, [half], 1)
+        yield f"{parent}.gate_proj.{suffix}", gate
+        yield f"{parent}.up_proj.{suffix}", up
