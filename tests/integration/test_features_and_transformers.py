@@ -82,7 +82,10 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
         "lfm2",
         *(
             pytest.param(variant, marks=pytest.mark.slow)
-            for variant in ("lfm2_conv_last", "gpt2", "mistral_sliding", "qwen3_mostly_sliding")
+            for variant in (
+                *("lfm2_conv_last", "qwen3_5", "qwen3_next"),
+                *("gpt2", "mistral_sliding", "qwen3_mostly_sliding"),
+            )
         ),
     ],
 )

@@ -58,6 +58,18 @@ def test_prompts_that_share_a_beginning_use_its_states(overlapped: bool) -> None
         assert kv.num_hits - num_hits >= 64
 
 
+def test_prompts_that_end_between_two_states_begin_at_the_first() -> None:
+    long, other = prompt_of(1100, seed=3), prompt_of(1100, seed=4)
+    with engine("lfm2", block_size=BLOCK, max_model_len=1200) as core:
+        kv = core.scheduler.kv
+        for place, num_cached in ((511, 0), (513, 512), (700, 512), (1025, 1024), (1099, 1096)):
+            core.scheduler.reset_prefix_cache()
+            _check(core, [tuple(long)])
+            num_hits = kv.num_hits
+            _check(core, [tuple(long[:place] + other[place:])])
+            assert kv.num_hits - num_hits == num_cached
+
+
 def test_steps_of_a_device_equal_transformers(monkeypatch) -> None:
     use_kind("device, eager", monkeypatch)
     with engine("lfm2", block_size=BLOCK, state_interval=INTERVAL) as core:
