@@ -44,7 +44,7 @@ class EngineConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder, GGUF file, demo, smollm2, or Hugging Face Hub name",
+        "checkpoint folder, GGUF file, demo, smollm2, gemma3-270m, or Hugging Face Hub name",
         metavar="MODEL",
         is_positional=True,
     )

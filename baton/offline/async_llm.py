@@ -32,7 +32,7 @@ class AsyncLLM:
     the event loop in which `generate` is called first.
 
     Args:
-        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
+        model: folder, GGUF file, `demo`, `smollm2`, `gemma3-270m`, or Hugging Face Hub name.
         arguments: as in `LLM`.
 
     Raises:

@@ -31,7 +31,7 @@ class EngineArgs:
     value asks for what Baton does, such as `tensor_parallel_size=1`.
 
     Args:
-        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
+        model: folder, GGUF file, `demo`, `smollm2`, `gemma3-270m`, or Hugging Face Hub name.
         revision: the Hub repository's branch, tag or commit. None: the main branch, or the one in
             the name (`org/model@v1.0`).
         tokenizer: None, or the same as `model`.

@@ -37,7 +37,7 @@ class LLM:
     """A model in this process, for batches of prompts. Not thread-safe.
 
     Args:
-        model: checkpoint folder, GGUF file, `demo`, `smollm2`, or Hugging Face Hub name.
+        model: folder, GGUF file, `demo`, `smollm2`, `gemma3-270m`, or Hugging Face Hub name.
         arguments: `baton.offline.engine_args.EngineArgs` documents them: `max_model_len`, `dtype`,
             `seed`, `chat_template` ...
 

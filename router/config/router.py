@@ -68,8 +68,8 @@ class ServedModelConfig:
 
     model: str = flag(
         MISSING,
-        "checkpoint folder, GGUF file, demo, smollm2, or Hub name; the router reads its "
-        "tokenizer, chat template and generation_config.json",
+        "checkpoint folder, GGUF file, demo, smollm2, gemma3-270m, or Hub name; the router reads "
+        "its tokenizer, chat template and generation_config.json",
         metavar="MODEL",
         is_positional=True,
     )
