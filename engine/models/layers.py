@@ -293,6 +293,7 @@ def cached_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
 ) -> torch.Tensor:
@@ -306,6 +307,8 @@ def cached_attention(
         scale: factor on the attention scores.
         sliding_window: number of tokens a query sees, itself included; None for all.
         soft_cap: scores s become `soft_cap * tanh(s / soft_cap)`; None for no cap.
+        sinks: `[num_heads]`, of the type of `query`; scores without keys or values, which take
+            part in each head's softmax; None for none.
         rotation: rotary angles for query and key; None for no rotation.
         norms: norms of query and key, applied before the rotation; None for no norms.
 
@@ -331,6 +334,7 @@ def cached_attention(
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            sinks=sinks,
             kv_scales=kv.scales,
         )
     return query.flatten(1)

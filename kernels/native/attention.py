@@ -74,9 +74,10 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not _takes_heads(query) or soft_cap is not None or kv_scales is not None:
+    if not _takes_heads(query) or kv_scales is not None:
         return reference.paged_attention(
             query,
             kv_layer,
@@ -84,9 +85,11 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            sinks=sinks,
             kv_scales=kv_scales,
         )
     _check_heads((query,), kv_layer, meta)
+    assert sinks is None or is_vector(sinks, query.shape[1], query.dtype)
     query = _heads(query)
     out = torch.empty(query.shape, dtype=query.dtype)
     run_command(
@@ -99,7 +102,9 @@ def paged_attention(
         query.shape[2],
         *_cache_fields(kv_layer),
         scale,
+        soft_cap or 0.0,
         sliding_window or 0,
+        0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         pack_batch(meta).ctypes.data,
         keep=(query, out),

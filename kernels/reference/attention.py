@@ -1,5 +1,6 @@
 """Paged attention, in plain torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of each query token over its sequence's cached KV.
@@ -40,6 +42,8 @@ def paged_attention(
         sliding_window: how many tokens a query attends to, itself included; None for all.
         soft_cap: scores s become `soft_cap * tanh(s / soft_cap)` (Gemma 2, arXiv:2408.00118);
             None leaves the scores unchanged.
+        sinks: `[num_heads]`, of the type of `query`; scores without keys or values, uncapped,
+            which take part in each head's softmax (gpt-oss, arXiv:2508.10925). None for none.
         kv_scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, any strides; factor on
             each token's vector in `kv_layer`.
 
@@ -47,7 +51,7 @@ def paged_attention(
         The output, shaped as `query`.
     """
     cache = _Cache(kv_layer, kv_scales, query.dtype)
-    rule = _Rule(scale, sliding_window, soft_cap)
+    rule = _Rule(scale, sliding_window, soft_cap, sinks)
     if meta.max_query_len == 1:
         return _attend_single_rows(query, cache, meta, rule)
     output = torch.empty_like(query)
@@ -101,6 +105,12 @@ class _Rule:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores go through a softmax as they are."""
+        return self.soft_cap is None and self.sinks is None
 
     def attend(
         self,
@@ -108,6 +118,7 @@ class _Rule:
         keys: torch.Tensor,
         values: torch.Tensor,
         mask: torch.Tensor | None,
+        heads_shape: Sequence[int],
     ) -> torch.Tensor:
         """Attends over the last two axes: `[..., rows, dim]` over `[..., keys, dim]`.
 
@@ -115,17 +126,23 @@ class _Rule:
             query: `[..., rows, dim]`.
             keys: `[..., keys, dim]`, with the same number of leading axes.
             values: as `keys`.
-            mask: bool, broadcasts to `[..., rows, keys]`. None, allowed without a cap, lets row i
+            mask: bool, broadcasts to `[..., rows, keys]`. None, allowed if `is_plain`, lets row i
                 attend to keys 0 to i.
+            heads_shape: a shape of `[num_heads]` that broadcasts to `[..., rows, 1]`.
         """
-        if self.soft_cap is None:
+        if self.is_plain:
             return F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale
             )
         assert mask is not None
-        scores = (query @ keys.transpose(-1, -2)).float() * self.scale
-        scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        scores = query.float() @ keys.transpose(-1, -2).float() * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : keys.shape[-2]]
         weights = weights.masked_fill(~mask, 0.0)  # NaN if a row attends to nothing
         return weights.to(values.dtype) @ values
 
@@ -179,7 +196,8 @@ def _attend_padded(
     # A score of -inf does not hide NaN: 0 * NaN is NaN. Masked values must be finite.
     kv = kv.masked_fill_(~seen[None, :, None, :, None], 0.0)
     grouped = query.view(len(query), num_kv_heads, -1, head_dim)  # [seqs, kv heads, group, dim]
-    output = rule.attend(grouped, kv[0], kv[1], seen[:, None, None, :])
+    heads_shape = num_kv_heads, -1, 1
+    output = rule.attend(grouped, kv[0], kv[1], seen[:, None, None, :], heads_shape)
     return output.reshape(query.shape)
 
 
@@ -200,9 +218,9 @@ def _attend_prompt(
     grouped = query.view(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     keys, values = kv.expand(-1, -1, group_size, -1, -1)  # each [kv heads, group, keys, dim]
     mask = None
-    if start > 0 or rule.sliding_window is not None or rule.soft_cap is not None:
+    if start > 0 or rule.sliding_window is not None or not rule.is_plain:
         mask = _causal_mask(start, low, context_len, rule.sliding_window, query.device)
-    output = rule.attend(grouped, keys, values, mask)
+    output = rule.attend(grouped, keys, values, mask, (num_kv_heads, group_size, 1, 1))
     return output.permute(2, 0, 1, 3).reshape(query.shape)
 
 

@@ -1,7 +1,6 @@
 """Paged attention in Triton: launching the kernels."""
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -9,14 +8,13 @@ import torch
 from kernels import reference
 from kernels.dispatch import TRITON
 from kernels.paged_kv import AttentionMetadata
-from kernels.triton.attention_kernels import attend_kernel
+from kernels.triton.attention_kernels import LOG2_E, attend_kernel
 from kernels.triton.attention_plan import AttentionSizes, Pass, padded_dim, plan_passes
 from kernels.triton.attention_splits import Splits
 from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch, launch_table
 
 __all__ = ["paged_attention"]
 
-_LOG2_E = math.log2(math.e)
 _NO_WINDOW = (1 << 31) - 1
 # The interpreter runs programs one after another, but should see several splits.
 _INTERPRETED_PROCESSORS = 8
@@ -31,10 +29,11 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Expects the elements of a head to be adjacent."""
-    step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, kv_scales)
+    step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, sinks, kv_scales)
     step.check()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if len(query) == 0:
@@ -67,6 +66,7 @@ class _Step:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    sinks: torch.Tensor | None
     kv_scales: torch.Tensor | None
 
     def check(self) -> None:
@@ -79,6 +79,9 @@ class _Step:
         assert meta.block_tables.stride(1) == 1 or meta.block_tables.shape[1] == 1
         assert meta.query_starts.is_contiguous()
         assert meta.context_lens.is_contiguous()
+        if self.sinks is not None:
+            assert self.sinks.shape == (query.shape[1],)
+            assert self.sinks.is_contiguous()
         if self.kv_scales is None:
             assert kv_layer.dtype == query.dtype
         else:
@@ -111,8 +114,8 @@ class _Step:
     def factors(self) -> tuple[float, float]:
         """Returns the factors of scores and of their cap that make weights powers of 2."""
         if self.soft_cap is None:
-            return self.scale * _LOG2_E, 0.0
-        return 2.0 * _LOG2_E * self.scale / self.soft_cap, self.soft_cap * _LOG2_E
+            return self.scale * LOG2_E.value, 0.0
+        return 2.0 * LOG2_E.value * self.scale / self.soft_cap, self.soft_cap * LOG2_E.value
 
 
 @functools.cache
@@ -132,6 +135,7 @@ def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> No
         query,
         kv_layer,
         kv_scales,
+        step.sinks,
         meta.block_tables,
         meta.query_starts,
         meta.context_lens,

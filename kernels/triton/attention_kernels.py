@@ -6,13 +6,16 @@ which reads each cached K and V once. One kernel serves prompts and decoding: th
 rows of a block, and in the number of *splits*, programs that share a context.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 from kernels.triton.attention_splits import divide_context, locate_block
 
-__all__ = ["attend_kernel", "product"]
+__all__ = ["LOG2_E", "attend_kernel", "product"]
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 # The interpreter has no matrix products of bfloat16; products of widened operands are the same.
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -35,6 +38,7 @@ def attend_kernel(
     query,
     kv_layer,
     kv_scales,
+    sinks,
     block_tables,
     query_starts,
     context_lens,
@@ -118,6 +122,11 @@ def attend_kernel(
     results = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if sinks is not None:
+        # A sink's weight relative to itself is 1, and it adds nothing to the results.
+        has_sink = rows < tl.where(split == 0, num_rows, 0)
+        maxima = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32) * LOG2_E
+        sums = tl.where(has_sink, 1.0, 0.0)
     if HAS_FULL_TILES:
         first_position = num_before + first_row // group_size
         full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)

@@ -23,6 +23,7 @@ pytestmark = native_only("torch's sums depend on the size of a batch")
 
 LAYERS = ["linear", "head", "gated", "capped", "norm", "post norm"]
 ROW_RANGES = [(first, first + count) for count in (*range(1, 30), 48, 60) for first in (0, 40)]
+CAP_AND_SINKS = {"soft_cap": 2.0, "has_sinks": True}
 SEQ_LEN = 330
 CHUNKS = [*[(start, 1) for start in (0, 1, 63, 64, 127, 128, 200, 329)], (1, 2), (60, 9)]
 CHUNKS += [(0, 130), (100, 64), (127, 3), (5, 320), (129, 200)]
@@ -68,10 +69,12 @@ def test_a_row_does_not_depend_on_the_number_of_threads(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliding_window", [None, 1, 40, 128, 200])
-@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (2, 2)])
-def test_attention_of_a_token_does_not_depend_on_its_chunk(heads, sliding_window, dtype):
+@pytest.mark.parametrize(
+    ("heads", "rule"), [((6, 2), {}), ((6, 2), CAP_AND_SINKS), ((7, 1), {}), ((2, 2), {})]
+)
+def test_attention_of_a_token_does_not_depend_on_its_chunk(heads, rule, sliding_window, dtype):
     case = make_case(
-        [(0, SEQ_LEN)], num_heads=heads[0], num_kv_heads=heads[1], head_dim=40, dtype=dtype
+        [(0, SEQ_LEN)], num_heads=heads[0], num_kv_heads=heads[1], head_dim=40, dtype=dtype, **rule
     )
     whole, table = case.attend(sliding_window), case.meta.block_tables[0].tolist()
     for start, length in CHUNKS:
@@ -82,10 +85,10 @@ def test_attention_of_a_token_does_not_depend_on_its_chunk(heads, sliding_window
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sliding_window", [None, 40])
-def test_attention_of_a_token_does_not_depend_on_other_sequences(sliding_window, dtype):
+@pytest.mark.parametrize(("sliding_window", "rule"), [(None, CAP_AND_SINKS), (None, {}), (40, {})])
+def test_attention_of_a_token_does_not_depend_on_other_sequences(sliding_window, rule, dtype):
     spans = [(100, 1), (0, 140), (300, 3), (7, 1), (64, 64)]
-    case = make_case(spans, head_dim=40, dtype=dtype)
+    case = make_case(spans, head_dim=40, dtype=dtype, **rule)
     together = case.attend(sliding_window).split([length for _, length in spans])
     tables = case.meta.block_tables.tolist()
     queries = case.query.split([length for _, length in spans])

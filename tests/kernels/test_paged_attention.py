@@ -88,6 +88,35 @@ def test_more_heads_per_kv_head_than_rows_in_a_unit_of_work():
     make_case([(70, 3), (5, 1)], num_heads=200, num_kv_heads=1, head_dim=8).check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("soft_cap", [None, 0.5, 30.0])
+@pytest.mark.parametrize(("sliding_window", "head_dim"), [(None, 64), (40, 33), (None, 5)])
+@pytest.mark.parametrize("heads", [(6, 2), (7, 1)])
+def test_soft_caps_and_sinks(heads, sliding_window, head_dim, soft_cap, dtype):
+    case = make_case(
+        [*MIXES["mixed"], (250, 150)],
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        dtype=dtype,
+        soft_cap=soft_cap,
+        has_sinks=soft_cap != 0.5,
+    )
+    case.check(sliding_window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sink", [-torch.inf, -1e4, 1e4])
+def test_sinks_far_from_zero(sink, dtype):
+    case = make_case(MIXES["mixed"], dtype=dtype, has_sinks=True)
+    case.sinks[1::2] = sink
+    case.check()
+
+
+def test_sinks_of_a_quantized_cache():
+    make_case(MIXES["mixed"], soft_cap=5.0, has_sinks=True).quantized().check()
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 40)), min_size=1, max_size=5),
@@ -95,6 +124,8 @@ def test_more_heads_per_kv_head_than_rows_in_a_unit_of_work():
     head_dim=st.integers(1, 70),
     block_size=st.integers(1, 50),
     sliding_window=st.none() | st.integers(1, 150),
+    soft_cap=st.none() | st.floats(0.1, 60),
+    has_sinks=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
@@ -119,8 +150,9 @@ def test_tables_may_name_any_blocks_past_the_contexts(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [[(6, 1), (0, 1), (70, 1)], [(0, 1), (9, 8)]])
-def test_an_empty_context_yields_zeros_and_does_not_affect_others(spans, dtype):
-    case = make_case(spans, head_dim=8, dtype=dtype)
+@pytest.mark.parametrize("rule", [{}, {"soft_cap": 3.0, "has_sinks": True}])
+def test_an_empty_context_yields_zeros_and_does_not_affect_others(rule, spans, dtype):
+    case = make_case(spans, head_dim=8, dtype=dtype, **rule)
     expected = case.check()
     contexts = torch.tensor([sum(span) * (span != (0, 1)) for span in spans], dtype=torch.int32)
     output = replace(case, meta=replace(case.meta, context_lens=contexts)).attend()
@@ -132,8 +164,9 @@ def test_an_empty_context_yields_zeros_and_does_not_affect_others(spans, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [10.0, 1000.0])
-def test_scores_far_from_zero(size, dtype):
-    case = make_case(MIXES["mixed"], head_dim=16, dtype=dtype)
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_scores_far_from_zero(soft_cap, size, dtype):
+    case = make_case(MIXES["mixed"], head_dim=16, dtype=dtype, soft_cap=soft_cap)
     replace(case, query=case.query * size).check()
 
 

@@ -16,16 +16,17 @@ def _pool(num_blocks, dtype):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _attend(query, pool, contexts, tables, **window):
+def _attend(query, pool, contexts, tables, *, sinks=False, **rule):
     spans = [(context - 1, 1) for context in contexts]
     _, meta = step_metadata(spans, tables, BLOCK_SIZE)
-    return kernels.paged_attention(query, pool, meta, scale=0.125, **window)
+    rule["sinks"] = torch.linspace(-3, 3, NUM_HEADS).to(query.dtype) if sinks else None
+    return kernels.paged_attention(query, pool, meta, scale=0.125, **rule)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [{}, {"sliding_window": 150}])
+@pytest.mark.parametrize("rule", [{}, {"sliding_window": 150}, {"soft_cap": 1.0, "sinks": True}])
 @pytest.mark.parametrize("num_shared", [0, 7, 8, 9, 16, 30])
-def test_shared_blocks_change_no_bit(num_shared, window, dtype):
+def test_shared_blocks_change_no_bit(num_shared, rule, dtype):
     shared = list(range(1, 1 + num_shared))
     contexts, tables, free = [], [], 1 + num_shared
     for tail in (1, 5, 16, 17, 40, 130, 200, 3):
@@ -44,9 +45,9 @@ def test_shared_blocks_change_no_bit(num_shared, window, dtype):
     pool = _pool(free + 19, dtype)
     query = torch.randn(len(contexts), NUM_HEADS, HEAD_DIM).to(dtype)
 
-    together = _attend(query, pool, contexts, tables, **window)
+    together = _attend(query, pool, contexts, tables, **rule)
     for row, (context, table) in enumerate(zip(contexts, tables, strict=True)):
-        alone = _attend(query[row : row + 1], pool, [context], [table], **window)
+        alone = _attend(query[row : row + 1], pool, [context], [table], **rule)
         torch.testing.assert_close(together[row], alone[0], rtol=0, atol=_bound(dtype))
 
 

@@ -31,6 +31,7 @@ class AttentionCase:
         spans: (start, query length) of each sequence.
         scale: factor on the scores.
         soft_cap: cap of the scores; None for none.
+        sinks: `[num_heads]`, of the type of `query`; None for none.
         scales_pool: scales of a pool of 8-bit floats, laid out as its tokens.
     """
 
@@ -42,6 +43,7 @@ class AttentionCase:
     scale: float
 
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
     scales_pool: torch.Tensor | None = None
 
     @property
@@ -56,6 +58,7 @@ class AttentionCase:
             scale=self.scale,
             sliding_window=sliding_window,
             soft_cap=self.soft_cap,
+            sinks=self.sinks,
             kv_scales=None if self.scales_pool is None else self.scales_pool[:, _LAYER],
         )
 
@@ -95,11 +98,13 @@ class AttentionCase:
     def on(self, device: torch.device) -> "AttentionCase":
         """Returns the case with all tensors that kernels read on `device`."""
         scales_pool = None if self.scales_pool is None else self.scales_pool.to(device)
+        sinks = None if self.sinks is None else self.sinks.to(device)
         return replace(
             self,
             query=self.query.to(device),
             pool=self.pool.to(device),
             meta=meta_on(device, self.meta),
+            sinks=sinks,
             scales_pool=scales_pool,
         )
 
@@ -130,7 +135,7 @@ class AttentionCase:
         """Returns the result, the sums of magnitudes, and float32's error relative to these."""
         chunks = self.query.to(CPU).double().split([length for _, length in self.spans])
         parts = [
-            _attend(query, start, *context, self.scale, sliding_window, self.soft_cap)
+            _attend(query, start, *context, self, sliding_window)
             for query, (start, _), context in zip(chunks, self.spans, self.contexts, strict=True)
         ]
         expected, magnitudes, score_bounds = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -148,9 +153,10 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     scale: float = 0.3,
     soft_cap: float | None = None,
+    has_sinks: bool = False,
     seed: int = 0,
 ) -> AttentionCase:
-    """A case of random KV in shuffled blocks."""
+    """A case of random KV in shuffled blocks, and sinks that weigh as much as several keys."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -167,7 +173,8 @@ def make_case(
         write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
     _, meta = step_metadata(spans, tables, block_size)
     query = normal(sum(length for _, length in spans), num_heads, head_dim)
-    return AttentionCase(query, pool, meta, contexts, spans, scale, soft_cap)
+    sinks = normal(num_heads) + 2 if has_sinks else None
+    return AttentionCase(query, pool, meta, contexts, spans, scale, soft_cap, sinks)
 
 
 def _attend(
@@ -175,11 +182,18 @@ def _attend(
     start: int,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
+    case: AttentionCase,
     sliding_window: int | None,
-    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes the attention of one sequence's tokens.
+
+    Args:
+        query: `[tokens, heads, dim]`.
+        start: position of the first token.
+        keys: `[context, kv heads, dim]`.
+        values: as `keys`.
+        case: has the rule of the scores.
+        sliding_window: how many tokens a query sees.
 
     Returns:
         The result and the same sums of magnitudes, each `[tokens, heads, dim]`; the largest
@@ -189,15 +203,19 @@ def _attend(
     seen = (distances >= 0) & (distances < (sliding_window or len(keys) + 1))
     group_size = query.shape[1] // keys.shape[1]
     keys, values = (kv.double().repeat_interleave(group_size, dim=1) for kv in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    magnitudes = torch.einsum("qhd,khd->hqk", query.abs(), keys.abs()) * scale
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * case.scale
+    if case.soft_cap is not None:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if case.sinks is not None:
+        sinks = case.sinks.to(CPU).double()[:, None, None]
+        scores = torch.cat([scores, sinks.expand(-1, len(query), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    magnitudes = torch.einsum("qhd,khd->hqk", query.abs(), keys.abs()) * case.scale
     largest = magnitudes.masked_fill(~seen, 0).amax(-1).T.unsqueeze(-1)
     num_eps = 2 * (2 + query.shape[2] ** 0.5 / 4)
     return (
         torch.einsum("hqk,khd->qhd", weights, values),
         torch.einsum("hqk,khd->qhd", weights, values.abs()),
-        num_eps * _EPS32 * (largest + 2 * (soft_cap or 0.0)),
+        num_eps * _EPS32 * (largest + 2 * (case.soft_cap or 0.0)),
     )

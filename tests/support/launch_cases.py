@@ -61,7 +61,7 @@ def _prepare(dtype=BF16, *, is_narrow=False, **options) -> None:
     )
 
 
-def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, soft_cap=None):
+def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, **rule):
     case = attention_case(
         spans,
         num_heads=8,
@@ -69,7 +69,7 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, so
         head_dim=head_dim,
         block_size=16,
         dtype=dtype,
-        soft_cap=soft_cap,
+        **rule,
     )
     case = case.quantized() if is_narrow else case
     case.attend(window, module=attention)
@@ -215,6 +215,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prepare, float32": partial(_prepare, FP32),
     "decode": partial(_attend, DECODE),
     "decode, window and cap": partial(_attend, DECODE, window=100, soft_cap=30.0),
+    "decode, sinks": partial(_attend, DECODE, has_sinks=True),
     "decode, 8 bits": partial(_attend, DECODE, is_narrow=True),
     "decode, wide heads": partial(_attend, DECODE, head_dim=256),
     "decode, wide heads, float32": partial(_attend, DECODE, FP32, head_dim=256),

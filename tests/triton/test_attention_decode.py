@@ -96,6 +96,14 @@ def test_soft_caps(soft_cap, dtype):
     check(make_case(SPECULATION, soft_cap=soft_cap, dtype=dtype), 50)
 
 
+def test_sinks_count_once_in_a_divided_context():
+    case = make_case([(700, 1), (3, 1)], has_sinks=True)
+    check(case)
+    # The interpreter's numpy adds -inf without a warning.
+    case.sinks[1] = -torch.inf
+    check(case, 300)
+
+
 @pytest.mark.parametrize("size", [10.0, 1000.0])
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_scores_far_from_zero(soft_cap, size):

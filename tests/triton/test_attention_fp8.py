@@ -33,8 +33,8 @@ def test_attention_reads_the_stored_values(spans, dtype):
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_attention_with_a_window_and_a_soft_cap(spans):
-    case = make_case(spans, soft_cap=5.0, dtype=torch.bfloat16)
+def test_attention_with_a_window_a_soft_cap_and_sinks(spans):
+    case = make_case(spans, soft_cap=5.0, has_sinks=True, dtype=torch.bfloat16)
     check(case.with_freed_blocks(40).quantized(), 40)
 
 

@@ -71,6 +71,11 @@ def test_soft_caps(sliding_window):
     check(case, sliding_window)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_sinks(sliding_window):
+    check(make_case(MIXES["mixed"], has_sinks=True, dtype=torch.bfloat16), sliding_window)
+
+
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(

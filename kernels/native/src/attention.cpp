@@ -54,7 +54,7 @@ class UnitAttention {
   // Expects the unit's own first tile in `tokens`, and leaves the first tile of unit `after` there.
   void run(TileTokens<E>& tokens, const UnitAttention* after) {
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
-    softmax_.begin(num_rows_);
+    begin_softmax();
     Tile tile = first_tile();
     for (bool is_last = false; !is_last;) {
       tokens.advance();
@@ -145,9 +145,20 @@ class UnitAttention {
   int64_t lowest_seen(int64_t position) const {
     return job_.sliding_window ? std::max<int64_t>(0, position - job_.sliding_window + 1) : 0;
   }
+  int64_t head_of(int64_t row) const {
+    return unit_.kv_head * group_heads_ + row % group_heads_;
+  }
   int64_t place_in_query(int64_t row, int64_t stride) const {
-    const int64_t head = unit_.kv_head * group_heads_ + row % group_heads_;
-    return query_tokens_[row / group_heads_].row * stride + head * job_.head_dim;
+    return query_tokens_[row / group_heads_].row * stride + head_of(row) * job_.head_dim;
+  }
+
+  void begin_softmax() {
+    softmax_.begin(num_rows_);
+    const auto* sinks = static_cast<const Stored*>(job_.sinks);
+    if (!sinks) return;
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      softmax_.add_sink(row, E::widen_one(sinks[head_of(row)]));
+    }
   }
 
   // queries_ of rows [begin, end): tile by tile, [head groups][rows of the tile].
@@ -224,9 +235,14 @@ class UnitAttention {
       const int64_t position = position_of(row);
       return AttendedRange{lowest_seen(position) - tile, position - tile};
     };
+    const int64_t width = round_up(num_tokens, kLanes);
+    auto scale = static_cast<float>(job_.scale);
+    if (job_.soft_cap != 0.0) {
+      cap_scores(rows, width, scale, static_cast<float>(job_.soft_cap), scores_);
+      scale = 1.0f;
+    }
     alignas(64) float factors[kLanes];
-    softmax_.weigh(first, rows, round_up(num_tokens, kLanes),
-                   static_cast<float>(job_.scale) * kLog2E, range_of, scores_, weights_, factors);
+    softmax_.weigh(first, rows, width, scale * kLog2E, range_of, scores_, weights_, factors);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       const auto panel = values_at(column);
       tile_function<E, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows)(

@@ -169,7 +169,7 @@ struct RotateAndWriteKv {
 // Causal grouped-query attention over paged KV (arXiv:2309.06180) with a running softmax
 // (arXiv:2205.14135).
 struct PagedAttention {
-  ElementType element;
+  ElementType element;  // of query, cache, sinks and out
   const void* query;
   int64_t query_stride;
   int64_t num_heads;
@@ -182,7 +182,9 @@ struct PagedAttention {
   int64_t slot_stride;
   int64_t block_size;
   double scale;
+  double soft_cap;         // of scores; 0 for none
   int64_t sliding_window;  // 0 for none
+  const void* sinks;       // [num_heads], or null
   void* out;               // [num_tokens, num_heads, head_dim]
   const Batch* batch;
 };

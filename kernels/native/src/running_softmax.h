@@ -40,6 +40,15 @@ inline Floats larger_scores(const AttendedRange& attended, int64_t width, float*
   return best;
 }
 
+// Multiplies the first `width` of a tile's scores [rows][kTileTokens] by `scale`, and caps them.
+inline void cap_scores(int rows, int64_t width, float scale, float cap, float* scores) {
+  for (int row = 0; row < rows; ++row, scores += kTileTokens) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(scores + i, capped(load<Floats>(scores + i) * broadcast(scale), cap));
+    }
+  }
+}
+
 // The sums of rows so far. Scores are scaled to base 2.
 template <class E>
 struct RunningSoftmax {
@@ -49,6 +58,12 @@ struct RunningSoftmax {
   void begin(int64_t rows) {
     std::fill(maxima, maxima + rows, kLowest);
     std::fill(sums, sums + rows * kLanes, 0.0f);
+  }
+
+  // Counts a score without a value, before the scores of keys.
+  void add_sink(int64_t row, float score) {
+    maxima[row] = std::max(score * kLog2E, kLowest);
+    sums[row * kLanes] = 1.0f;
   }
 
   // Turns a tile's scores [rows][kTileTokens], of which the first `width` count, into weights as
