@@ -20,6 +20,7 @@ __all__ = [
     "GATED_DELTA",
     "GATE_ROWS",
     "GATHER_COLUMNS",
+    "LAYER_NORM",
     "LINEAR",
     "PAGED_ATTENTION",
     "REDUCE_RANKS",
@@ -93,6 +94,7 @@ COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
 GATE_ROWS = _command(15, "i pi pi ii i w")
 SHORT_CONV = _command(14, "ii pi ii pp piii i p w")
 GATED_DELTA = _command(16, "i pi pi pi pi pi pp iiii piii i p w")
+LAYER_NORM = _command(17, "i pi ii pp d pi w")
 
 
 class NativeKernels:

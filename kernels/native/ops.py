@@ -24,6 +24,7 @@ __all__ = [
     "embed_part",
     "gate_rows",
     "is_vector",
+    "layer_norm",
     "linear",
     "linear_gated",
     "make_weight",
@@ -177,6 +178,36 @@ def rms_norm(
         weight.data_ptr(),
         eps,
         kind.value,
+        *_residual_fields(residual),
+        out.data_ptr(),
+        keep=(rows, out),
+    )
+    return out
+
+
+@NATIVE.implements(reference.layer_norm)
+def layer_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    for vector in (weight, bias):
+        assert vector is None or is_vector(vector, hidden.shape[-1], hidden.dtype)
+    rows = _rows(hidden.flatten(0, -2))
+    if residual is not None:
+        residual = _residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    run_command(
+        commands.LAYER_NORM,
+        ELEMENT_TYPES[hidden.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        *rows.shape,
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        eps,
         *_residual_fields(residual),
         out.data_ptr(),
         keep=(rows, out),

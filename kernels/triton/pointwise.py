@@ -13,6 +13,7 @@ from kernels.triton.launch import launch_table
 __all__ = [
     "activate",
     "gate_rows",
+    "layer_norm",
     "rms_norm",
     "rotary_angles",
     "row_maxima",
@@ -79,6 +80,68 @@ def _rms_norm_kernel(
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
     normed = times_weight(wide, scale, out, KIND).to(out.dtype.element_ty)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
+        normed = normed.to(tl.float32) + added.to(tl.float32)
+    tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@TRITON.implements(reference.layer_norm)
+def layer_norm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    size = hidden.shape[-1]
+    rows = with_dense_columns(hidden.flatten(0, -2))
+    if residual is not None:
+        assert residual.shape == hidden.shape
+        residual = with_dense_columns(residual.flatten(0, -2))
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    launch = launch_table(hidden.device).row_norm.for_size(size)
+    _layer_norm_kernel[(len(rows),)](
+        rows,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        residual,
+        out,
+        rows.stride(0),
+        0 if residual is None else residual.stride(0),
+        size,
+        eps,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _layer_norm_kernel(
+    hidden,
+    weight,
+    bias,
+    residual,
+    out,
+    row_stride,
+    residual_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """`out = (hidden - mean) / sqrt(variance + eps) * weight + bias + residual`, by row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < size
+    wide = tl.load(hidden + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    wide = tl.where(mask, wide - tl.sum(wide) / size, 0.0)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    if weight is not None:
+        wide *= tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        wide += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = wide.to(out.dtype.element_ty)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
         normed = normed.to(tl.float32) + added.to(tl.float32)

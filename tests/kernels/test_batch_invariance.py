@@ -21,7 +21,7 @@ from tests.support.paged_session import PagedSession, loaded
 
 pytestmark = native_only("torch's sums depend on the size of a batch")
 
-LAYERS = ["linear", "head", "gated", "capped", "norm", "post norm"]
+LAYERS = ["linear", "head", "gated", "capped", "norm", "layer norm", "post norm"]
 ROW_RANGES = [(first, first + count) for count in (*range(1, 30), 48, 60) for first in (0, 40)]
 CAP_AND_SINKS = {"soft_cap": 2.0, "has_sinks": True}
 SEQ_LEN = 330
@@ -43,6 +43,7 @@ def layers(dtype):
             rows, plain, bias, activation=Activation.GELU_TANH, scale=3.0, cap=2.0
         ),
         "norm": lambda rows, part: kernels.rms_norm(rows, norm, 1e-5),
+        "layer norm": lambda rows, part: kernels.layer_norm(rows, norm, norm, 1e-5, rows),
         "post norm": lambda rows, part: kernels.rms_norm(
             rows, norm, 1e-5, kind=NormKind.OFFSET, residual=rows
         ),

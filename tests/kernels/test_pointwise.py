@@ -85,6 +85,39 @@ def test_rms_norm_of_strided_rows_and_of_more_axes(dtype):
         check_rms_norm(hidden.clone(), weight, residual=hidden)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    size=st.integers(1, 300) | st.sampled_from([768, 2817]),
+    dtype=st.sampled_from(DTYPES),
+    mean=st.sampled_from([0.0, 100.0]),
+    parts=st.sets(st.sampled_from(["weight", "bias", "residual"])),
+)
+def test_layer_norm(rows, size, dtype, mean, parts):
+    hidden = (normal(rows, 2 * size, dtype=dtype) * 3 + mean)[:, size // 2 : size // 2 + size]
+    weight = normal(size, dtype=dtype, seed=1) if "weight" in parts else None
+    bias = normal(size, dtype=dtype, seed=2) if "bias" in parts else None
+    residual = normal(rows, size, dtype=dtype, seed=3) if "residual" in parts else None
+    added = None if residual is None else residual.clone()
+    out = kernels.layer_norm(hidden, weight, bias, 1e-5, added)
+    assert out.dtype == dtype
+
+    wide = hidden.double()
+    factor = (wide.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt()
+    normed = (wide - wide.mean(-1, keepdim=True)) * factor
+    weight, bias = (1.0 if weight is None else weight.double()), (0.0 if bias is None else bias)
+    expected = normed * weight + bias
+    num_eps = 8 + size**0.5 / 4
+    # An error of the mean is that of sums of `hidden`.
+    error = num_eps * EPS32 * (normed.abs() + wide.abs().amax(-1, keepdim=True) * factor)
+    bound = (error * weight if isinstance(weight, float) else error * weight.abs()) + EPS32
+    bound = bound + (eps_of(dtype) / 2 + EPS32) * expected.abs()
+    if residual is not None:
+        expected = expected + residual.double()
+        bound = bound + (eps_of(dtype) / 2 + EPS32) * expected.abs()
+    assert_within(out, expected, bound)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
     hidden, weight = normal(4, 40, dtype=dtype), torch.ones(40, dtype=dtype)

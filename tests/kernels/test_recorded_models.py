@@ -72,8 +72,8 @@ def recorder_of(session):
 
 
 def is_recorded(variant):
-    """Whether steps can be recorded: layer norms are operations of torch."""
-    return IS_NATIVE and not variant.startswith(("opt", "gpt2", "cohere"))
+    """Whether steps can be recorded: positions of OPT and GPT-2 are operations of torch."""
+    return IS_NATIVE and not variant.startswith(("opt", "gpt2"))
 
 
 def run_recorded(steps, session, work, wanted=None):

@@ -80,6 +80,9 @@ def _pointwise(dtype=BF16) -> None:
     for kind in NormKind:
         hidden, weight = torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype)
         pointwise.rms_norm(hidden, weight, 1e-6, kind=kind, residual=hidden)
+    hidden, weight = torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype)
+    pointwise.layer_norm(hidden, weight, weight, 1e-6)
+    pointwise.layer_norm(hidden, None, None, 1e-6, hidden)
     weight = reference.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
     plain = reference.make_weight(1024, 16, dtype, CPU, WeightUse.LINEAR)
     for activation in Activation:

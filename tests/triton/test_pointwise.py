@@ -85,6 +85,20 @@ def test_rms_norms_of_other_kinds_and_with_a_residual(kind, has_residual, dtype)
         assert int((out != expected).sum()) <= 5
 
 
+@pytest.mark.parametrize(("has_weight", "has_residual", "dtype"), pairs([0, 1], [0, 1], DTYPES))
+def test_layer_norm(has_weight, has_residual, dtype):
+    hidden = (normal(4, 200, dtype=dtype) * 3 + 10)[:, 13:150]
+    weight, bias = (normal(137, dtype=dtype, seed=seed) if has_weight else None for seed in (1, 2))
+    residual = normal(4, 137, dtype=dtype, seed=3) if has_residual else None
+    wide = [None if x is None else x.double() for x in (hidden, weight, bias, residual)]
+    expected = reference.layer_norm(*wide[:3], 1e-5, wide[3])
+    given = [None if x is None else x.to(DEVICE) for x in (hidden, weight, bias, residual)]
+    out = pointwise.layer_norm(*given[:3], 1e-5, given[3])
+    assert out.dtype == dtype
+    bound = 2 * rounding_error(dtype) * (1 + 2 * expected.abs()) + 200 * EPS32
+    assert_within(out, expected, bound)
+
+
 def test_rms_norm_of_no_rows():
     weight = on_device(8)
     assert pointwise.rms_norm(torch.empty(0, 8, device=DEVICE), weight, 1e-5).shape == (0, 8)

@@ -47,6 +47,7 @@ enum class Code : int64_t {
   kShortConv = 14,
   kGateRows = 15,
   kGatedDelta = 16,
+  kLayerNorm = 17,
 };
 
 // out[m][n] = cap(scale * activation(sum over k of input[m][k] * weight[n][k] + bias[n])) +
@@ -109,6 +110,23 @@ struct RmsNorm {
   const void* weight;
   double eps;
   NormKind kind;
+  const void* residual;  // or null
+  int64_t residual_stride;
+  void* out;  // [num_rows, size]
+};
+
+// out[m] = (input[m] - mean) / sqrt(variance + eps) * weight + bias + residual[m]
+//
+// The residual is added to the rounded rest.
+struct LayerNorm {
+  ElementType element;
+  const void* input;
+  int64_t input_stride;
+  int64_t num_rows;
+  int64_t size;
+  const void* weight;  // or null
+  const void* bias;    // or null
+  double eps;
   const void* residual;  // or null
   int64_t residual_stride;
   void* out;  // [num_rows, size]
@@ -440,5 +458,6 @@ void run(const CombineExperts&, Workers&);
 void run(const ShortConv&, Workers&);
 void run(const GateRows&, Workers&);
 void run(const GatedDelta&, Workers&);
+void run(const LayerNorm&, Workers&);
 
 }  // namespace baton

@@ -127,17 +127,68 @@ void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
   }
 }
 
+// Sums function(x) over a row; the function takes a Floats or a float.
+template <class E, class Function>
+float sum_of(const typename E::Stored* input, int64_t size, const Function& function) {
+  Floats lanes{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) lanes += function(E::widen_lanes(input + i));
+  float total = sum(lanes);
+  for (; i < size; ++i) total += function(E::widen_one(input[i]));
+  return total;
+}
+
 template <class E>
-void run_rms_norm(const RmsNorm& job, Workers& workers) {
+void normalize_centered(const LayerNorm& job, const typename E::Stored* input,
+                        typename E::Stored* out) {
+  const auto* weight = static_cast<const typename E::Stored*>(job.weight);
+  const auto* bias = static_cast<const typename E::Stored*>(job.bias);
+  const auto size = static_cast<float>(job.size);
+  const float mean = sum_of<E>(input, job.size, [](auto x) { return x; }) / size;
+  const float squares =
+      sum_of<E>(input, job.size, [mean](auto x) { return (x - mean) * (x - mean); });
+  const float factor = 1.0f / std::sqrt(squares / size + static_cast<float>(job.eps));
+  int64_t i = 0;
+  for (; i + kLanes <= job.size; i += kLanes) {
+    Floats normed = (E::widen_lanes(input + i) - mean) * factor;
+    if (weight) normed *= E::widen_lanes(weight + i);
+    if (bias) normed += E::widen_lanes(bias + i);
+    E::narrow_lanes(out + i, normed);
+  }
+  for (; i < job.size; ++i) {
+    float normed = (E::widen_one(input[i]) - mean) * factor;
+    if (weight) normed *= E::widen_one(weight[i]);
+    if (bias) normed += E::widen_one(bias[i]);
+    out[i] = E::narrow_one(normed);
+  }
+}
+
+// Calls normalize(input, out) for each row of a norm, then adds the residual.
+template <class E, class Norm, class Normalize>
+void run_norm(const Norm& job, Workers& workers, const Normalize& normalize) {
   using Stored = typename E::Stored;
   for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
     auto* out = static_cast<Stored*>(job.out) + row * job.size;
-    normalize_as<E>(job.kind, static_cast<const Stored*>(job.input) + row * job.input_stride,
-                    static_cast<const Stored*>(job.weight), job.size, job.eps, out);
+    normalize(static_cast<const Stored*>(job.input) + row * job.input_stride, out);
     if (job.residual) {
       const auto* residual = static_cast<const Stored*>(job.residual) + row * job.residual_stride;
       combine_rows<E>(out, residual, job.size, out, [](Floats x, Floats y) { return x + y; });
     }
+  });
+}
+
+template <class E>
+void run_layer_norm(const LayerNorm& job, Workers& workers) {
+  run_norm<E>(job, workers, [&](const auto* input, auto* out) {
+    normalize_centered<E>(job, input, out);
+  });
+}
+
+template <class E>
+void run_rms_norm(const RmsNorm& job, Workers& workers) {
+  const auto* weight = static_cast<const typename E::Stored*>(job.weight);
+  run_norm<E>(job, workers, [&](const auto* input, auto* out) {
+    normalize_as<E>(job.kind, input, weight, job.size, job.eps, out);
   });
 }
 
@@ -168,6 +219,11 @@ void run_rotate_and_write(const RotateAndWriteKv& job, Workers& workers) {
 void run(const RmsNorm& job, Workers& workers) {
   job.element == ElementType::kBfloat16 ? run_rms_norm<Bfloat16>(job, workers)
                                         : run_rms_norm<Float32>(job, workers);
+}
+
+void run(const LayerNorm& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_layer_norm<Bfloat16>(job, workers)
+                                        : run_layer_norm<Float32>(job, workers);
 }
 
 void run(const RotaryAngles& job, Workers& workers) {

@@ -72,6 +72,7 @@ void run_one(const Command& command) {
     case Code::kShortConv: return run_as<ShortConv>(command);
     case Code::kGateRows: return run_as<GateRows>(command);
     case Code::kGatedDelta: return run_as<GatedDelta>(command);
+    case Code::kLayerNorm: return run_as<LayerNorm>(command);
   }
 }
 
