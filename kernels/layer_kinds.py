@@ -39,6 +39,8 @@ class Activation(Enum):
     SIGMOID = 5
     """`1 / (1 + exp(-x))`."""
     CLAMPED_SILU = 6
-    """`y * sigmoid(CLAMP_SLOPE * y)` with `y = min(x, CLAMP_LIMIT)`. As the activation of a gate, it
-    also changes the gated value, to `clamp(value, -CLAMP_LIMIT, CLAMP_LIMIT) + 1` (gpt-oss,
-    arXiv:2508.10925)."""
+    """`y * sigmoid(CLAMP_SLOPE * y)` with `y = min(x, CLAMP_LIMIT)`.
+
+    As the activation of a gate, it also changes the gated value, to
+    `clamp(value, -CLAMP_LIMIT, CLAMP_LIMIT) + 1` (gpt-oss, arXiv:2508.10925).
+    """

@@ -64,7 +64,7 @@ class ExpertLinear(PackedModule):
                 first += width
             yield from expert_matrices(self._storage, path, self.experts, expert, parts)
             if self.bias is not None:
-                biases = self.bias[number].split([*self._parts.values()])
+                biases = torch.split(self.bias[number], [*self._parts.values()])
                 yield expert_biases(path, self.experts, expert, biases)
 
 

@@ -73,7 +73,8 @@ def activate(values: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation is Activation.SIGMOID:
         return values.sigmoid()
     if activation is Activation.CLAMPED_SILU:
-        clamped = values.float().clamp(max=CLAMP_LIMIT)
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        clamped = wide.clamp(max=CLAMP_LIMIT)
         return (clamped * (CLAMP_SLOPE * clamped).sigmoid()).to(values.dtype)
     return F.gelu(values, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 

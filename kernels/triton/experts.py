@@ -209,8 +209,9 @@ def _expert_linear_kernel(
 ):
     """`out = activation(hidden @ weight[e].T + bias[e])` by slot.
 
-    The layer is gated unless ACTIVATION is 0. Program (i, j) computes tile i, of up to BLOCK_M slots of one expert, and block j of the width.
-    Tiles are numbered by expert; programs beyond the last one return.
+    The layer is gated unless ACTIVATION is 0. Program (i, j) computes tile i, of up to BLOCK_M
+    slots of one expert, and block j of the width. Tiles are numbered by expert; programs beyond
+    the last one return.
     """
     experts = tl.arange(0, BLOCK_E)
     has_expert = experts < num_experts
@@ -243,10 +244,9 @@ def _expert_linear_kernel(
         )
         if bias is not None:
             up += tl.load(biases + width, mask=has_output, other=0.0).to(tl.float32)[None, :]
-        dtype: tl.constexpr = out.dtype.element_ty
-        sums = gated(
-            up.to(dtype).to(tl.float32), sums.to(dtype).to(tl.float32), ACTIVATION, dtype
-        )
+        gates = sums.to(out.dtype.element_ty).to(tl.float32)
+        values = up.to(out.dtype.element_ty).to(tl.float32)
+        sums = gated(values, gates, ACTIVATION, out.dtype.element_ty)
     places = out + slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = has_slot[:, None] & has_output[None, :]
     tl.store(places, sums.to(out.dtype.element_ty), mask=mask)

@@ -167,7 +167,7 @@ def activate(values, ACTIVATION: tl.constexpr):
         return _sigmoid(values)
     if ACTIVATION == _CLAMPED_SILU:
         clamped = tl.where(values > _LIMIT, _LIMIT, values)  # NaN stays
-        return clamped * _sigmoid(_SLOPE * clamped)
+        return clamped * _sigmoid(clamped * _SLOPE)
     return values
 
 
