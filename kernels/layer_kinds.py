@@ -5,7 +5,10 @@ The values are the codes of `kernels/native/src/commands.h`, and constants of Tr
 
 from enum import Enum
 
-__all__ = ["Activation", "NormKind"]
+__all__ = ["CLAMP_LIMIT", "CLAMP_SLOPE", "Activation", "NormKind"]
+
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+"""Constants of `Activation.CLAMPED_SILU`."""
 
 
 class NormKind(Enum):
@@ -35,3 +38,9 @@ class Activation(Enum):
     """`max(x, 0)`."""
     SIGMOID = 5
     """`1 / (1 + exp(-x))`."""
+    CLAMPED_SILU = 6
+    """`y * sigmoid(CLAMP_SLOPE * y)` with `y = min(x, CLAMP_LIMIT)`.
+
+    As the activation of a gate, it also changes the gated value, to
+    `clamp(value, -CLAMP_LIMIT, CLAMP_LIMIT) + 1` (gpt-oss, arXiv:2508.10925).
+    """

@@ -205,7 +205,7 @@ def common_fields(
         head_dim: width of a head; None for the width of hidden states divided by their number.
     """
     quantization = fields.raw("quantization_config")
-    if quantization is not None:
+    if quantization is not None and not fields.has("quantization_config"):
         raise unsupported("quantization_config", quantization)
     num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")

@@ -201,6 +201,32 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
         },
+        "gpt_oss": _DECODER
+        | {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "quantization_config": None,
+        },
         "qwen3_5_text": _QWEN_DELTA
         | {
             "vocab_size": 248320,
@@ -279,6 +305,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
+        "gpt_oss": {"num_local_experts": "num_experts"},
         "mixtral": {"num_local_experts": "num_experts"},
         "qwen3_moe": {"num_experts": "num_local_experts"},
     }

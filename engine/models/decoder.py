@@ -4,7 +4,7 @@ The families differ only in fields of `DecoderConfig`: biases, norms on Q and K,
 sliding windows, rotary embeddings, factors, and the checkpoint's names and joined tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.norms import LayerNorm, RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
-from engine.models.tensor_parts import half_split_order
+from engine.models.tensor_parts import StoredModule, TensorPart, half_split_order
 from kernels import Activation, Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv
 
@@ -152,6 +152,7 @@ class DecoderAttention(nn.Module):
             ranks=ranks,
             scale=config.residual_scale,
         )
+        self.sinks = _Sinks(heads.query) if config.has_sinks else None
         self._qk_norm = config.qk_norm
         self.q_norm = self._new_norm(config, query, ranks)
         self.k_norm = self._new_norm(config, kv, ranks)
@@ -193,6 +194,7 @@ class DecoderAttention(nn.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.scores,
             rotation=None if self._rope is None else rotations[self._rope],
             norms=self._norms(),
         )
@@ -218,6 +220,23 @@ class DecoderAttention(nn.Module):
         assert self.q_norm is not None
         assert self.k_norm is not None
         return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.kind)
+
+
+class _Sinks(StoredModule):
+    """A score without a key and a value, for the softmax of each head of queries.
+
+    Args:
+        heads: the heads of this rank.
+    """
+
+    def __init__(self, heads: Cut) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.empty(heads.size))
+        self._heads = heads
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        yield TensorPart(path, self.scores, (self._heads,))
 
 
 def _qkv_storage(config: DecoderConfig, rope: int | None, num_heads: int) -> dict[str, Any]:

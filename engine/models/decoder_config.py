@@ -59,6 +59,8 @@ class DecoderConfig(ModelConfig):
         gates_outputs: whether attention's output is multiplied by a sigmoid of a gate, which the
             projection of Q has too.
         score_cap: attention scores s become `score_cap * tanh(s / score_cap)`; None for no cap.
+        has_sinks: whether each head of queries has a score that takes part in its softmax, but
+            no key and value.
         embedding_scale: factor on embeddings.
         rounds_embedding_scale: whether that factor is rounded to the type of the weights.
         residual_scale: factor on what attention and MLP add to the hidden states.
@@ -82,6 +84,7 @@ class DecoderConfig(ModelConfig):
     attention_scale: float | None = None
     gates_outputs: bool = False
     score_cap: float | None = None
+    has_sinks: bool = False
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     residual_scale: float = 1.0

@@ -2,28 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
-from kernels import RoutingRule
+from engine.models.expert_storage import ExpertStorage
+from kernels import Activation, RoutingRule
 
-__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertStorage", "ExpertsConfig", "experts_config"]
+__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertsConfig", "experts_config"]
 
 _MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
 _ACTIVATIONS = ("silu", "swish")  # two names of the only function of the experts' gates
 _OPERAND_BYTES = 4  # of an element of a layer's input, in the order of the native kernels
 MAX_TOKENS_AT_ONCE = 2048
 """Tokens that a mixture computes at a time, which bounds the memory for their experts' states."""
-_JOINED_NAME = "experts.gate_up_proj"
-
-
-class ExpertStorage(Enum):
-    """The form in which a checkpoint stores the experts' matrices."""
-
-    EACH = "each"
-    """A tensor for each matrix of each expert."""
-    JOINED = "joined"
-    """A tensor for the gate and up projections of all experts, and one for the down projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +26,8 @@ class ExpertsConfig:
         rule: how tokens choose experts.
         is_sparse: per layer, whether it has experts; other layers have an MLP.
         shared_width: width of the expert that all tokens have beside those they choose; 0 for none.
+        activation: of the experts' gates.
+        has_biases: whether the router and the experts have biases.
         storage: the form of the experts in the checkpoint.
     """
 
@@ -44,12 +36,13 @@ class ExpertsConfig:
     rule: RoutingRule
     is_sparse: tuple[bool, ...]
     shared_width: int = 0
+    activation: Activation = Activation.SILU
+    has_biases: bool = False
     storage: ExpertStorage = ExpertStorage.EACH
 
     def stored_as(self, names: Iterable[str]) -> "ExpertsConfig":
         """Returns the config with the form in which tensors of these names store experts."""
-        is_joined = any(name.endswith(_JOINED_NAME) for name in names)
-        return replace(self, storage=ExpertStorage.JOINED) if is_joined else self
+        return replace(self, storage=self.storage.stored_as(names))
 
     def num_unused(self, hidden_size: int) -> int:
         """Returns the number of weights of all experts that a token did not choose."""

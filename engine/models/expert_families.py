@@ -1,13 +1,22 @@
 """Families with mixtures of experts: each reads its config.json."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.expert_config import experts_config
-from kernels import RoutingRule
+from engine.models.expert_storage import ExpertStorage
+from kernels import CLAMP_LIMIT, CLAMP_SLOPE, Activation, ExpertScores, NormKind, RoutingRule
 
-__all__ = ["mixtral_config", "olmoe_config", "qwen2_moe_config", "qwen3_moe_config"]
+__all__ = [
+    "gpt_oss_config",
+    "mixtral_config",
+    "olmoe_config",
+    "qwen2_moe_config",
+    "qwen3_moe_config",
+]
 
 
 def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
@@ -56,6 +65,43 @@ def olmoe_config(fields: ConfigFields) -> DecoderConfig:
         qk_norm=QkNorm.PROJECTION,
         experts=experts_config(fields, _softmax_rule(fields), width_field="intermediate_size"),
     )
+
+
+def gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a gpt-oss model (arXiv:2508.10925).
+
+    Every other layer has a window, each head's softmax a sink, and gates are clamped.
+    """
+    for name, constant in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_SLOPE)):
+        if fields.number(name) != constant:
+            raise unsupported(name, fields.value(name))
+    quantization = fields.raw("quantization_config")
+    if quantization is not None and _method_of(quantization) != "mxfp4":
+        raise unsupported("quantization_config", quantization)
+    experts = experts_config(
+        fields,
+        RoutingRule(1, ExpertScores.SOFTMAX_OF_CHOSEN),
+        count_field="num_local_experts",
+        width_field="intermediate_size",
+    )
+    num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
+    types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    return replace(
+        decoder_config(fields, layer_types=types),
+        norm=NormKind.WIDE,
+        has_sinks=True,
+        names={"mlp.gate": "mlp.router"},
+        experts=replace(
+            experts,
+            activation=Activation.CLAMPED_SILU,
+            has_biases=True,
+            storage=ExpertStorage.INTERLEAVED,
+        ),
+    )
+
+
+def _method_of(quantization: object) -> object:
+    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
 
 
 def _softmax_rule(fields: ConfigFields) -> RoutingRule:

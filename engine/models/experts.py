@@ -13,10 +13,11 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig, ExpertStorage
+from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig
+from engine.models.expert_storage import expert_biases, expert_matrices
 from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
-from engine.models.tensor_parts import TensorPart, WeightTarget
-from kernels import Activation, Cut, ExpertWeight, RankGroup, Routing, RowsOfWeight, WeightUse
+from engine.models.tensor_parts import TensorPart
+from kernels import Activation, Cut, ExpertWeight, RankGroup, Routing, WeightUse
 
 __all__ = ["ExpertLinear", "SparseMlp"]
 
@@ -28,20 +29,19 @@ class ExpertLinear(PackedModule):
         experts: the experts of this rank.
         in_features: width of the input.
         parts: width of each layer's outputs, by checkpoint name; two make a gated pair.
-        storage: the form of the experts in the checkpoint.
+        config: the mixture.
     """
 
     def __init__(
-        self,
-        experts: Cut,
-        in_features: int,
-        parts: Mapping[str, int],
-        storage: ExpertStorage,
+        self, experts: Cut, in_features: int, parts: Mapping[str, int], config: ExpertsConfig
     ) -> None:
         use = WeightUse.GATED_LINEAR if len(parts) == 2 else WeightUse.LINEAR
         self._rows_per_expert = sum(parts.values())
         super().__init__(experts.size * self._rows_per_expert, in_features, use)
-        self.experts, self._parts, self._storage = experts, dict(parts), storage
+        self.experts, self._parts = experts, dict(parts)
+        self._storage, self._activation = config.storage, config.activation
+        bias_shape = experts.size, self._rows_per_expert
+        self.bias = nn.Parameter(torch.empty(bias_shape)) if config.has_biases else None
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -51,39 +51,21 @@ class ExpertLinear(PackedModule):
     def forward(self, hidden: torch.Tensor, routing: Routing, *, gathers: bool) -> torch.Tensor:
         """Computes `[rows * top_k, width]` by slot; see `kernels.expert_linear`."""
         assert isinstance(self.weight, ExpertWeight)
-        return kernels.expert_linear(hidden, self.weight, routing, gathers=gathers)
+        return kernels.expert_linear(
+            hidden, self.weight, routing, self.bias, gathers=gathers, activation=self._activation
+        )
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
-        parent = path.rpartition(".")[0]
-        inputs = Cut.whole(self.weight.num_columns)
         for number in range(self.experts.size):
-            expert, first = self.experts.start + number, 0
+            expert, first, parts = self.experts.start + number, 0, {}
             for name, width in self._parts.items():
-                rows = self.weight.rows(number * self._rows_per_expert + first, width)
-                if self._storage is ExpertStorage.EACH:
-                    yield TensorPart.whole(f"{parent}.{expert}.{name}.weight", rows)
-                else:
-                    of_expert = Cut(self._rows_per_expert, first, first + width)
-                    cuts = Cut(self.experts.total, expert, expert + 1), of_expert, inputs
-                    yield TensorPart(path, _OneExpert(rows), cuts)
+                parts[name] = self.weight.rows(number * self._rows_per_expert + first, width)
                 first += width
-
-
-class _OneExpert(RowsOfWeight):
-    """A target of one expert's matrix, of a tensor that stacks those of all experts.
-
-    Args:
-        target: the matrix.
-    """
-
-    def __init__(self, target: WeightTarget) -> None:
-        self.shape, self.nbytes = (1, *target.shape), target.nbytes
-        self._target = target
-
-    @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source[0])
+            yield from expert_matrices(self._storage, path, self.experts, expert, parts)
+            if self.bias is not None:
+                biases = torch.split(self.bias[number], [*self._parts.values()])
+                yield expert_biases(path, self.experts, expert, biases)
 
 
 class _Experts(nn.Module):
@@ -93,9 +75,9 @@ class _Experts(nn.Module):
         super().__init__()
         self.cut = cut_of(config.num_experts, ranks)
         parts = {"gate_proj": config.width, "up_proj": config.width}
-        self.gate_up_proj = ExpertLinear(self.cut, hidden_size, parts, config.storage)
+        self.gate_up_proj = ExpertLinear(self.cut, hidden_size, parts, config)
         parts = {"down_proj": hidden_size}
-        self.down_proj = ExpertLinear(self.cut, config.width, parts, config.storage)
+        self.down_proj = ExpertLinear(self.cut, config.width, parts, config)
 
     def forward(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Maps `[rows, hidden_size]` to `[rows * top_k, hidden_size]` by slot."""
@@ -134,7 +116,7 @@ class SparseMlp(nn.Module):
         logits = {"gate": Cut.whole(config.num_experts)}
         if config.shared_width:
             logits["shared_expert_gate"] = Cut.whole(1)
-        self.router = FusedLinear(hidden_size, logits, bias=False)
+        self.router = FusedLinear(hidden_size, logits, bias=config.has_biases)
         self.experts = _Experts(hidden_size, config, ranks)
         self.shared_expert = (
             _SharedExpert(hidden_size, config.shared_width, ranks) if config.shared_width else None

@@ -93,7 +93,7 @@ def read_rope(fields: ConfigFields, head_dim: int, *, is_interleaved: bool = Fal
         ConfigFieldError: a parameter is missing, or has an unsupported value.
     """
     name = "rope_scaling" if fields.raw("rope_scaling") else "rope_parameters"
-    parameters = dict(_object(name, fields.raw(name)))
+    parameters = dict(_object(name, fields.optional(name)))
     parameters.setdefault("rope_theta", fields.value("rope_theta"))
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise unsupported("rope_type", "per layer type")

@@ -19,6 +19,7 @@ __all__ = [
     "OrderedRows",
     "StoredModule",
     "TensorPart",
+    "TransposedRows",
     "WeightTarget",
     "half_split_order",
     "renamed_parts",
@@ -37,11 +38,13 @@ class TensorPart:
         name: the tensor's.
         target: the place for the part.
         cuts: per axis of the tensor, the range that the part is.
+        is_quantized: whether the tensor has bytes that the target makes numbers of.
     """
 
     name: str
     target: WeightTarget
     cuts: tuple[Cut, ...]
+    is_quantized: bool = False
 
     @classmethod
     def whole(cls, name: str, target: WeightTarget) -> "TensorPart":
@@ -100,7 +103,7 @@ class OrderedRows(RowsOfWeight):
         self._target.copy_(ordered.flatten(0, 1))
 
 
-class _TransposedRows(RowsOfWeight):
+class TransposedRows(RowsOfWeight):
     """A target that stores the transpose of a checkpoint tensor.
 
     Args:
@@ -139,7 +142,7 @@ def transposed_parts(parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
         if len(part.cuts) == 1:
             yield part
         else:
-            yield TensorPart(part.name, _TransposedRows(part.target), part.cuts[::-1])
+            yield TensorPart(part.name, TransposedRows(part.target), part.cuts[::-1])
 
 
 def renamed_parts(parts: Iterable[TensorPart], names: Mapping[str, str]) -> Iterator[TensorPart]:

@@ -71,6 +71,7 @@ def expert_linear(
     bias: torch.Tensor | None = None,
     *,
     gathers: bool,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     assert isinstance(weight.template, PackedWeight)
     assert hidden.dtype == weight.data.dtype
@@ -97,7 +98,7 @@ def expert_linear(
         width,
         0 if bias is None else bias.data_ptr(),
         is_gated,
-        Activation.SILU.value if is_gated else 0,
+        activation.value if is_gated else 0,
         routing.rows.data_ptr() if gathers else 0,
         routing.starts.data_ptr(),
         out.data_ptr(),

@@ -84,16 +84,18 @@ def expert_linear(
     bias: torch.Tensor | None = None,
     *,
     gathers: bool,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """Computes each expert's linear layer for the rows that chose it.
 
     Args:
         hidden: `[rows, num_columns]` if `gathers`, else by slot, `[rows * top_k, num_columns]`.
         weight: the experts' matrices. One made for `WeightUse.GATED_LINEAR` computes
-            `silu(hidden @ gate.T) * (hidden @ up.T)`.
+            `activation(hidden @ gate.T) * (hidden @ up.T)`, as `gate_rows` does.
         routing: of `route_experts`.
         bias: `[num_experts, rows of a matrix]`.
         gathers: whether the slots' rows must be gathered first.
+        activation: of the gates of a gated layer.
 
     Returns:
         `[rows * top_k, width]` by slot; slots that are not in use are undefined.
@@ -109,7 +111,7 @@ def expert_linear(
             sums = F.linear(inputs, matrix, None if bias is None else bias[number])
             if is_gated:
                 gate, up = sums.chunk(2, dim=-1)
-                sums = gate_rows(up, gate, Activation.SILU)
+                sums = gate_rows(up, gate, activation)
             out[start:end] = sums
     return out
 

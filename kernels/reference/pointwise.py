@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
-from kernels.layer_kinds import Activation, NormKind
+from kernels.layer_kinds import CLAMP_LIMIT, CLAMP_SLOPE, Activation, NormKind
 from kernels.paged_kv import Rotation
 
 __all__ = [
@@ -49,7 +49,7 @@ def rms_norm(
 
 @kernel("values.device", "values.dtype")
 def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Computes `values * activation(gates)`.
+    """Computes `values * activation(gates)`; see `Activation` for one that changes values first.
 
     Args:
         values: `[rows, size]`, any strides.
@@ -59,6 +59,8 @@ def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation)
     Returns:
         `[rows, size]`, contiguous.
     """
+    if activation is Activation.CLAMPED_SILU:
+        values = values.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1.0
     return (activate(gates, activation) * values).contiguous()
 
 
@@ -70,6 +72,10 @@ def activate(values: torch.Tensor, activation: Activation) -> torch.Tensor:
         return F.relu(values)
     if activation is Activation.SIGMOID:
         return values.sigmoid()
+    if activation is Activation.CLAMPED_SILU:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        clamped = wide.clamp(max=CLAMP_LIMIT)
+        return (clamped * (CLAMP_SLOPE * clamped).sigmoid()).to(values.dtype)
     return F.gelu(values, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 
 

@@ -11,13 +11,12 @@ from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
-from kernels.triton.pointwise import activate, with_dense_columns
+from kernels.triton.pointwise import gated, with_dense_columns
 from kernels.weights import DenseWeight, WeightUse
 
 __all__ = ["combine_experts", "expert_linear", "route_experts"]
 
 _PAIRS_PER_BLOCK = 1024
-_SILU = tl.constexpr(Activation.SILU.value)
 
 
 @TRITON.implements(reference.route_experts)
@@ -151,6 +150,7 @@ def expert_linear(
     bias: torch.Tensor | None = None,
     *,
     gathers: bool,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     assert isinstance(weight.template, DenseWeight)
     hidden = with_dense_columns(hidden)
@@ -176,7 +176,7 @@ def expert_linear(
         weight.num_columns,
         width,
         weight.num_experts,
-        IS_GATED=is_gated,
+        ACTIVATION=activation.value if is_gated else 0,
         GATHERS=gathers,
         BLOCK_E=triton.next_power_of_2(weight.num_experts),
         BLOCK_M=launch.block_m,
@@ -200,7 +200,7 @@ def _expert_linear_kernel(
     num_columns,
     width,
     num_experts,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GATHERS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -209,8 +209,9 @@ def _expert_linear_kernel(
 ):
     """`out = activation(hidden @ weight[e].T + bias[e])` by slot.
 
-    Program (i, j) computes tile i, of up to BLOCK_M slots of one expert, and block j of the width.
-    Tiles are numbered by expert; programs beyond the last one return.
+    The layer is gated unless ACTIVATION is 0. Program (i, j) computes tile i, of up to BLOCK_M
+    slots of one expert, and block j of the width. Tiles are numbered by expert; programs beyond
+    the last one return.
     """
     experts = tl.arange(0, BLOCK_E)
     has_expert = experts < num_experts
@@ -230,21 +231,22 @@ def _expert_linear_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_output = outputs < width
     inputs = hidden + sources.to(tl.int64)[:, None] * row_stride
-    num_rows = width * 2 if IS_GATED else width
+    num_rows = width * 2 if ACTIVATION != 0 else width
     matrix = weight + (expert.to(tl.int64) * num_rows + outputs)[None, :] * num_columns
     sums = _products(inputs, matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
         biases = bias + expert * num_rows + outputs
         sums += tl.load(biases, mask=has_output, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
+    if ACTIVATION != 0:
         up_matrix = matrix + width * num_columns
         up = _products(
             inputs, up_matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K
         )
         if bias is not None:
             up += tl.load(biases + width, mask=has_output, other=0.0).to(tl.float32)[None, :]
-        sums = activate(sums.to(out.dtype.element_ty).to(tl.float32), _SILU)
-        sums *= up.to(out.dtype.element_ty).to(tl.float32)
+        gates = sums.to(out.dtype.element_ty).to(tl.float32)
+        values = up.to(out.dtype.element_ty).to(tl.float32)
+        sums = gated(values, gates, ACTIVATION, out.dtype.element_ty)
     places = out + slots.to(tl.int64)[:, None] * width + outputs[None, :]
     mask = has_slot[:, None] & has_output[None, :]
     tl.store(places, sums.to(out.dtype.element_ty), mask=mask)

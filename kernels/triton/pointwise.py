@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
-from kernels.layer_kinds import Activation, NormKind
+from kernels.layer_kinds import CLAMP_LIMIT, CLAMP_SLOPE, Activation, NormKind
 from kernels.paged_kv import Rotation
 from kernels.triton.launch import launch_table
 
@@ -25,6 +25,8 @@ _WIDE, _OFFSET = tl.constexpr(NormKind.WIDE.value), tl.constexpr(NormKind.OFFSET
 _SILU, _GELU = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation.GELU.value)
 _GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
 _RELU, _SIGMOID = tl.constexpr(Activation.RELU.value), tl.constexpr(Activation.SIGMOID.value)
+_CLAMPED_SILU = tl.constexpr(Activation.CLAMPED_SILU.value)
+_LIMIT, _SLOPE = tl.constexpr(CLAMP_LIMIT), tl.constexpr(CLAMP_SLOPE)
 
 
 @TRITON.implements(reference.rms_norm)
@@ -199,8 +201,17 @@ def _gate_rows_kernel(
     mask = columns < size
     gate = tl.load(gates + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(values + row * value_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    gated = activate(gate, ACTIVATION) * value
-    tl.store(out + row * size + columns, gated.to(out.dtype.element_ty), mask=mask)
+    product = gated(value, gate, ACTIVATION, out.dtype.element_ty)
+    tl.store(out + row * size + columns, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated(values, gates, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiplies float32 values of type DTYPE by the activation of their gates."""
+    if ACTIVATION == _CLAMPED_SILU:
+        values = tl.where(values > _LIMIT, _LIMIT, tl.where(values < -_LIMIT, -_LIMIT, values))
+        values = (values + 1.0).to(DTYPE).to(tl.float32)
+    return activate(gates, ACTIVATION) * values
 
 
 @triton.jit
@@ -217,6 +228,9 @@ def activate(values, ACTIVATION: tl.constexpr):
         return tl.where(values < 0.0, 0.0, values)
     if ACTIVATION == _SIGMOID:
         return _sigmoid(values)
+    if ACTIVATION == _CLAMPED_SILU:
+        clamped = tl.where(values > _LIMIT, _LIMIT, values)  # NaN stays
+        return clamped * _sigmoid(clamped * _SLOPE)
     return values
 
 

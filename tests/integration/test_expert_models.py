@@ -2,19 +2,24 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.models import experts
 from engine.models.experts import ExpertLinear
+from engine.models.linear import PackedModule
 from engine.runtime.launch.worker_plan import step_bytes
+from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
 from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.kernel_checks import normal
 from tests.support.paged_session import PagedSession, loaded
 from tests.support.rank_engines import check_greedy, check_handed_over, tiers, tokens
 
@@ -30,6 +35,8 @@ DIVIDED = [
     ("qwen3_moe", {"tensor_parallel_size": 2}),
     ("qwen2_moe", {"tensor_parallel_size": 2, "async_scheduling": True}),
     ("olmoe", {"tensor_parallel_size": 2}),
+    ("gpt_oss", {"tensor_parallel_size": 2, "async_scheduling": True}),
+    ("gpt_oss", {"pipeline_parallel_size": 2, "speculative_config": DRAFTING}),
     ("mixtral", {"pipeline_parallel_size": 3}),
     ("qwen3_moe_mixed", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("qwen2_moe", {"speculative_config": DRAFTING, "max_num_batched_tokens": 48}),
@@ -50,7 +57,8 @@ def test_tokens_do_not_depend_on_ranks_stages_and_drafts(
 @needs_ranks
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
-    ("variant", "num_ranks", "decode_ranks"), [("qwen3_moe", 1, 2), ("mixtral", 2, 1)]
+    ("variant", "num_ranks", "decode_ranks"),
+    [("qwen3_moe", 1, 2), ("mixtral", 2, 1), ("gpt_oss", 2, 1)],
 )
 def test_tiers_of_other_numbers_of_ranks(
     variant: str, num_ranks: int, decode_ranks: int, tmp_path: Path
@@ -97,6 +105,70 @@ def test_experts_may_be_stored_as_two_tensors(tmp_path: Path) -> None:
     assert all(map(torch.equal, *matrices))
 
 
+def _mxfp4(num_rows: int, num_columns: int, seed: int) -> dict[str, torch.Tensor]:
+    """Returns random blocks and scales of 5 experts, by the end of their names."""
+    random = torch.Generator().manual_seed(seed)
+    shape = 5, num_rows, num_columns // 32
+    return {
+        "_blocks": torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=random),
+        "_scales": torch.randint(118, 130, shape, dtype=torch.uint8, generator=random),
+    }
+
+
+def _write_gpt_oss(folder: Path, files: list[dict[str, torch.Tensor]], **fields: object) -> None:
+    """Writes a checkpoint in several files."""
+    config = json.loads((tiny_checkpoint("gpt_oss") / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", **fields}))
+    places = {}
+    for number, tensors in enumerate(files):
+        save_file(tensors, folder / f"{number}.safetensors", {"format": "pt"})
+        places |= dict.fromkeys(tensors, f"{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def _weights(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    model = load_model(str(folder), "auto", "cpu", progress=False, **options).model
+    packed = {
+        name: module.weight.data
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+    }
+    return packed | dict(model.named_parameters())
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(tiny_checkpoint("gpt_oss") / "model.safetensors")
+    common = {
+        name: tensor.bfloat16() for name, tensor in tensors.items() if ".mlp.experts." not in name
+    }
+    blocks: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    floats: dict[str, torch.Tensor] = {}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for name, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            stored = _mxfp4(rows, columns, seed=layer)
+            path = f"{prefix}.{name}"
+            blocks[f"{path}_blocks"], scales[f"{path}_scales"] = stored.values()
+            floats[path] = convert_moe_packed_tensors(*stored.values()).contiguous()
+            common[f"{path}_bias"] = normal(5, rows, dtype=torch.bfloat16, seed=layer)
+    quantized, wide = tmp_path / "mxfp4", tmp_path / "bfloat16"
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    files = [common | blocks, scales]
+    _write_gpt_oss(quantized, files, intermediate_size=32, quantization_config=method)
+    _write_gpt_oss(wide, [common | floats], intermediate_size=32)
+    expected = _weights(wide)
+    assert _weights(wide, load_format="dummy").keys() == expected.keys()
+    for uploaded_to in ("cuda", "cpu"):  # a CPU's weights take the way of a GPU's
+        monkeypatch.setattr(loader, "_UPLOADED_TO", (uploaded_to,))
+        found = _weights(quantized)
+        assert found.keys() == expected.keys()
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
 def test_the_memory_of_a_step_has_room_for_the_states_of_experts() -> None:
     config = EngineConfig(model="", max_num_batched_tokens=4096)
     bytes_of = {name: step_bytes(config, loaded(name)) for name in ("qwen3_moe", "qwen3_untied")}
@@ -105,19 +177,23 @@ def test_the_memory_of_a_step_has_room_for_the_states_of_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
+    ("variant", "field", "value", "problem"),
     [
-        ("num_experts_per_tok", 6, "num_experts_per_tok is 6; there are 5 experts"),
-        ("num_experts", 0, "num_experts is 0; it must be a positive integer"),
-        ("norm_topk_prob", "no", "norm_topk_prob is 'no'; it must be true or false"),
-        ("mlp_only_layers", ["one"], "mlp_only_layers is"),
-        ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
+        ("qwen3_moe", "num_experts_per_tok", 6, "num_experts_per_tok is 6; there are 5 experts"),
+        ("qwen3_moe", "num_experts", 0, "num_experts is 0; it must be a positive integer"),
+        ("qwen3_moe", "norm_topk_prob", "no", "norm_topk_prob is 'no'; it must be true or false"),
+        ("qwen3_moe", "mlp_only_layers", ["one"], "mlp_only_layers is"),
+        ("qwen3_moe", "hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
+        ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit 5.0 is not supported"),
+        ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha 1.0 is not supported"),
+        ("gpt_oss", "quantization_config", {"quant_method": "gptq"}, "quantization_config"),
+        ("qwen3_moe", "quantization_config", {"quant_method": "mxfp4"}, "quantization_config"),
     ],
 )
 def test_configs_that_are_not_supported_are_refused_by_field(
-    field: str, value: object, problem: str, tmp_path: Path
+    variant: str, field: str, value: object, problem: str, tmp_path: Path
 ) -> None:
-    config = json.loads((tiny_checkpoint("qwen3_moe") / "config.json").read_text())
+    config = json.loads((tiny_checkpoint(variant) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ConfigurationError, match=problem):
         load_model(str(tmp_path), "auto", "cpu", progress=False, load_format="dummy")

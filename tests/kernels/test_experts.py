@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import Cut, ExpertScores, RoutingRule, WeightUse, reference
+from kernels import Activation, Cut, ExpertScores, RoutingRule, WeightUse, reference
 from tests.support.expert_cases import (
     CUTS,
     RULES,
@@ -88,6 +88,23 @@ def test_layers_of_experts(shape, gathers, is_gated, dtype, ops):
             is_gated=is_gated,
             gathers=gathers,
             bias=rows != 3,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [Activation.CLAMPED_SILU, Activation.GELU_TANH])
+def test_gates_of_experts_with_other_activations(activation, dtype, ops):
+    for rows, bias in ((1, False), (40, True)):
+        check_layer(
+            ops,
+            (31, 17),
+            routing_of(rows, 5, 2),
+            dtype,
+            CPU,
+            is_gated=True,
+            gathers=True,
+            bias=bias,
+            activation=activation,
         )
 
 

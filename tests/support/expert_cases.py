@@ -6,8 +6,14 @@
 
 import torch
 
-from kernels import Cut, ExpertScores, RoutingRule, WeightUse
-from tests.support.kernel_checks import assert_within, eps_of, normal, product_bound
+from kernels import Activation, Cut, ExpertScores, RoutingRule, WeightUse, reference
+from tests.support.kernel_checks import (
+    assert_within,
+    eps_of,
+    gated_values,
+    normal,
+    product_bound,
+)
 
 __all__ = [
     "CUTS",
@@ -87,7 +93,9 @@ def filled_experts(ops, matrices, use, device):
     return weight
 
 
-def check_layer(ops, shape, routing, dtype, device, *, is_gated, gathers, bias):
+def check_layer(
+    ops, shape, routing, dtype, device, *, is_gated, gathers, bias, activation=Activation.SILU
+):
     """Checks an experts' layer against products in float64.
 
     Args:
@@ -99,6 +107,7 @@ def check_layer(ops, shape, routing, dtype, device, *, is_gated, gathers, bias):
         is_gated: whether the layer is gated.
         gathers: whether the input is by row, not by slot.
         bias: whether the layer has a bias.
+        activation: of the gates, if it is gated.
     """
     columns, width = shape
     num_experts, num_used = len(routing.starts) - 1, int(routing.starts[-1])
@@ -107,9 +116,11 @@ def check_layer(ops, shape, routing, dtype, device, *, is_gated, gathers, bias):
     matrices = normal(num_experts, num_rows, columns, seed=2) * 2 / columns**0.5
     hidden, matrices = hidden.to(device), matrices.to(device, dtype)
     biases = normal(num_experts, num_rows, dtype=dtype, seed=3).to(device) if bias else None
+    if activation is Activation.CLAMPED_SILU and bias:
+        biases *= 5  # some sums are beyond the limits
     use = WeightUse.GATED_LINEAR if is_gated else WeightUse.LINEAR
     weight = filled_experts(ops, matrices, use, device)
-    out = ops.expert_linear(hidden, weight, routing, biases, gathers=gathers)
+    out = ops.expert_linear(hidden, weight, routing, biases, gathers=gathers, activation=activation)
     assert out.shape == (len(routing.rows), width)
     assert out.dtype == dtype
     for number in range(num_experts):
@@ -121,19 +132,23 @@ def check_layer(ops, shape, routing, dtype, device, *, is_gated, gathers, bias):
         if biases is not None:
             sums = sums + biases[number].double()
             bound = bound + 1e-7 * sums.abs()
-        _assert_outputs(out[start:end], sums, bound, dtype, is_gated=is_gated)
+        _assert_outputs(out[start:end], sums, bound, dtype, activation if is_gated else None)
 
 
-def _assert_outputs(out, sums, bound, dtype, *, is_gated):
+def _assert_outputs(out, sums, bound, dtype, activation):
     bound = bound + eps_of(dtype) * sums.abs()
-    if not is_gated:
+    if activation is None:
         assert_within(out, sums, bound)
         return
     gate, up = sums.chunk(2, dim=1)
     off_gate, off_up = bound.chunk(2, dim=1)
-    silu = (gate * gate.sigmoid()).abs()
-    off = 1.1 * off_gate * (up.abs() + off_up) + silu * off_up
-    assert_within(out, gate * gate.sigmoid() * up, off + 4 * eps_of(dtype) * silu * up.abs())
+    activated = reference.activate(gate, activation)
+    up = gated_values(up, activation)
+    off_up = off_up + eps_of(dtype) * up.abs()
+    off = 1.2 * off_gate * (up.abs() + off_up) + activated.abs() * off_up
+    off = off + 4 * eps_of(dtype) * activated.abs() * up.abs()
+    off = off + 2 * eps_of(torch.float32) * (gate * up).abs()
+    assert_within(out, activated * up, off)
 
 
 def check_combination(ops, routing, width, dtype, device, *, shared, gate, residual, wide):

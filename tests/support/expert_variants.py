@@ -29,6 +29,24 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe",
         {"num_experts": 5, "num_experts_per_tok": 4, "intermediate_size": 24},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": 11},

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kernels
+from kernels import Activation
 from kernels.library.commands import library
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "assert_within",
     "eps_of",
     "filled_weight",
+    "gated_values",
     "native_only",
     "normal",
     "on_threads",
@@ -68,6 +70,11 @@ def product_bound(hidden, matrix):
     """
     num_eps = 2 + hidden.shape[1] ** 0.5 / 4
     return num_eps * _EPS32 * (hidden.double().abs() @ matrix.double().abs().T)
+
+
+def gated_values(values, activation):
+    """Returns the factors of activated gates: the values, or clamped ones plus 1."""
+    return values.clamp(-7, 7) + 1 if activation is Activation.CLAMPED_SILU else values
 
 
 def assert_within(actual, expected, bound):

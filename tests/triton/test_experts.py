@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import Cut, ExpertScores, RoutingRule, reference
+from kernels import Activation, Cut, ExpertScores, RoutingRule, reference
 from kernels.triton import experts
 from tests.support.devices import DEVICE
 from tests.support.expert_cases import (
@@ -75,6 +75,21 @@ def test_layers_of_experts(shape, dtype, is_gated):
             gathers=is_gated,
             bias=rows != 3,
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_gates_of_experts(dtype):
+    check_layer(
+        OPS,
+        (31, 17),
+        routing_of(9, 5, 2),
+        dtype,
+        DEVICE,
+        is_gated=True,
+        gathers=True,
+        bias=True,
+        activation=Activation.CLAMPED_SILU,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -196,7 +196,7 @@ def _match_tensors(
     """Matches the files' tensors with the model's part, and checks that none is missing."""
     matches = []
     for name, parts in model.checkpoint_tensors().items():
-        place = stored.locate(name, parts[0].tensor_shape)
+        place = stored.locate(name, parts[0])
         if place is None:
             raise ConfigurationError(f"{checkpoint.files.path} lacks tensor {name}")
         matches.append((*place, name))

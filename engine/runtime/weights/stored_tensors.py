@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import has_file
 from engine.models.layers import OUTPUT_HEAD, CausalModel
+from engine.models.tensor_parts import TensorPart
 
 __all__ = [
     "OpenFile",
@@ -33,6 +34,7 @@ OpenFile = Callable[[Path], Any]
 
 # By safetensors' names of types.
 _FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BYTES = "U8"  # of numbers in 4 bits, and their scales
 # Constants of the code that wrote a checkpoint, a value head from training, and scales for KV in
 # eight bits, which Baton measures itself.
 _WITHOUT_EFFECT = re.compile(
@@ -124,20 +126,21 @@ class StoredTensors:
         self._entries.setdefault(embedding, head)
         return True
 
-    def locate(self, name: str, shape: tuple[int, ...]) -> tuple[Path, str] | None:
+    def locate(self, name: str, part: TensorPart) -> tuple[Path, str] | None:
         """Returns the file of a tensor, and its name there; None if it is not stored.
 
         Args:
             name: the model's name for it.
-            shape: the shape that it must have.
+            part: a part of it.
 
         Raises:
             ConfigurationError: it has another shape, or a type that is not supported.
         """
+        shape = part.tensor_shape
         entry = self._entries.get(name)
         if entry is None:
             return None
-        if entry.dtype not in _FLOAT_DTYPES:
+        if (entry.dtype != _BYTES) if part.is_quantized else (entry.dtype not in _FLOAT_DTYPES):
             raise ConfigurationError(
                 f"{entry.file}: tensor {entry.name} is {entry.dtype}; "
                 "quantized weights are not supported"

@@ -35,6 +35,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "U8": torch.uint8,
 }
 
 
@@ -106,7 +107,7 @@ class _Piece:
 
 
 def locate_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Returns a valid safetensors file's tensors of floating-point types, by name.
+    """Returns a valid safetensors file's tensors of numbers and bytes, by name.
 
     Raises:
         ConfigurationError: the file cannot be read.

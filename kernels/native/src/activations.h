@@ -2,7 +2,7 @@
 #pragma once
 
 #include "commands.h"
-#include "simd.h"
+#include "element.h"
 
 namespace baton {
 
@@ -36,6 +36,25 @@ inline Floats gelu(Floats x) {
   return x * select(x < Floats{}, tail, one - tail);
 }
 
+// Of gates and the values they gate; see kernels/layer_kinds.py.
+constexpr float kClampLimit = 7.0f, kClampSlope = 1.702f;
+
+// NaN stays.
+inline Floats clamped_silu(Floats x) {
+  const Floats limit = broadcast(kClampLimit);
+  const Floats clamped = select(limit < x, limit, x);
+  return times_sigmoid(clamped, clamped * broadcast(kClampSlope));
+}
+
+// The factor of an activated gate: the value, but for one activation.
+template <class E>
+inline Floats gated_value(Activation activation, Floats value) {
+  if (activation != Activation::kClampedSilu) return value;
+  const Floats limit = broadcast(kClampLimit);
+  const Floats below = select(limit < value, limit, value);
+  return rounded<E>(select(below < -limit, -limit, below) + broadcast(1.0f));
+}
+
 // Calls body(f), where f computes the activation of Floats.
 template <class Body>
 inline void with_activation(Activation activation, const Body& body) {
@@ -48,6 +67,7 @@ inline void with_activation(Activation activation, const Body& body) {
       return body([](Floats x) { return select(x < Floats{}, Floats{}, x); });
     case Activation::kSigmoid:
       return body([](Floats x) { return times_sigmoid(broadcast(1.0f), x); });
+    case Activation::kClampedSilu: return body([](Floats x) { return clamped_silu(x); });
   }
 }
 

@@ -22,6 +22,7 @@ enum class Activation : int64_t {
   kGeluTanh = 3,
   kRelu = 4,
   kSigmoid = 5,
+  kClampedSilu = 6,
 };
 
 // The use of an RMS norm's weight; see kernels.NormKind.

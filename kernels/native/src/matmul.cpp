@@ -103,7 +103,7 @@ class Epilogue {
         for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
           const Floats gate = rounded<E>(load<Floats>(values + i));
           const Floats up = rounded<E>(load<Floats>(values + kHalfPanel + i));
-          store(values + i, rounded<E>(function(gate)) * up);
+          store(values + i, rounded<E>(function(gate)) * gated_value<E>(job_.activation, up));
         }
       } else {
         for (int64_t i = 0; i < kPanelColumns; i += kLanes) {

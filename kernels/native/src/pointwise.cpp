@@ -197,7 +197,7 @@ void run_gate_rows(const GateRows& job, Workers& workers) {
   using Stored = typename E::Stored;
   with_activation(job.activation, [&](auto function) {
     const auto gated = [&](Floats value, Floats gate) {
-      return value * rounded<E>(function(gate));
+      return gated_value<E>(job.activation, value) * rounded<E>(function(gate));
     };
     for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
       combine_rows<E>(static_cast<const Stored*>(job.values) + row * job.values_stride,

@@ -1,0 +1,200 @@
+"""The forms in which checkpoints store the matrices of experts, and their targets in a model."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+
+import torch
+from typing_extensions import override
+
+from engine.models.tensor_parts import TensorPart, TransposedRows, WeightTarget
+from kernels import Cut, RowsOfWeight
+
+__all__ = ["ExpertStorage", "expert_biases", "expert_matrices"]
+
+_GATE_UP = "experts.gate_up_proj"
+_MXFP4_BLOCK = 32  # numbers that share a scale
+_SCALE_BIAS = 127
+# By the lowest three of a number's four bits; the highest one is the sign.
+_MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class ExpertStorage(Enum):
+    """The form in which a checkpoint stores the experts' matrices."""
+
+    EACH = "each"
+    """A tensor for each matrix of each expert."""
+    JOINED = "joined"
+    """A tensor for the gate and up projections of all experts, and one for the down projections."""
+    INTERLEAVED = "interleaved"
+    """As `JOINED`, but each matrix is transposed, and the outputs of gate and up take turns."""
+    MXFP4 = "mxfp4"
+    """As `INTERLEAVED`, in blocks of 4-bit numbers with a scale, and not transposed (Open Compute
+    Project, Microscaling Formats 1.0)."""
+
+    def stored_as(self, names: Iterable[str]) -> "ExpertStorage":
+        """Returns the form that a checkpoint with tensors of these names has instead of this one.
+
+        Names do not tell `JOINED` and `INTERLEAVED` apart: a family has one of them.
+        """
+        for name in names:
+            if name.endswith(f"{_GATE_UP}_blocks"):
+                return ExpertStorage.MXFP4
+            if name.endswith(_GATE_UP) and self is ExpertStorage.EACH:
+                return ExpertStorage.JOINED
+        return self
+
+
+def expert_matrices(
+    storage: ExpertStorage, path: str, experts: Cut, expert: int, parts: dict[str, WeightTarget]
+) -> Iterator[TensorPart]:
+    """Yields the parts of a checkpoint's tensors that are one expert's matrix.
+
+    Args:
+        storage: the form of the checkpoint.
+        path: the name there of a tensor of all experts.
+        experts: the experts of this rank; its `total` is the number of all.
+        expert: the expert's number.
+        parts: by the name of a layer, its rows of the matrix; two are gate and up.
+    """
+    if storage is ExpertStorage.EACH:
+        for name, rows in parts.items():
+            yield TensorPart.whole(f"{path.rpartition('.')[0]}.{expert}.{name}.weight", rows)
+        return
+    of_all = Cut(experts.total, expert, expert + 1)
+    if storage is ExpertStorage.JOINED:
+        total, first = sum(rows.shape[0] for rows in parts.values()), 0
+        for rows in parts.values():
+            of_expert = Cut(total, first, first + rows.shape[0])
+            cuts = of_all, of_expert, Cut.whole(rows.shape[1])
+            yield TensorPart(path, _OneExpert(rows), cuts)
+            first += rows.shape[0]
+        return
+    matrix = _RowsInTurn([*parts.values()])
+    if storage is ExpertStorage.INTERLEAVED:
+        yield _of_expert(path, TransposedRows(matrix), of_all)
+        return
+    dequantized = _Mxfp4Matrix(matrix)
+    # The scales are small, so they and not the blocks wait in memory.
+    yield _of_expert(f"{path}_scales", dequantized.scales, of_all, is_quantized=True)
+    yield _of_expert(f"{path}_blocks", dequantized.blocks, of_all, is_quantized=True)
+
+
+def expert_biases(
+    path: str, experts: Cut, expert: int, parts: Sequence[torch.Tensor]
+) -> TensorPart:
+    """Returns the part of a checkpoint's tensor that is one expert's biases.
+
+    Args:
+        path: the name there of the matrices of all experts.
+        experts: the experts of this rank; its `total` is the number of all.
+        expert: the expert's number.
+        parts: the biases of each layer, whose numbers take turns in the checkpoint.
+    """
+    of_all = Cut(experts.total, expert, expert + 1)
+    return _of_expert(f"{path}_bias", _RowsInTurn(parts), of_all)
+
+
+def _of_expert(
+    name: str, target: WeightTarget, of_all: Cut, *, is_quantized: bool = False
+) -> TensorPart:
+    cuts = of_all, *(Cut.whole(size) for size in target.shape)
+    return TensorPart(name, _OneExpert(target), cuts, is_quantized)
+
+
+class _OneExpert(RowsOfWeight):
+    """A target of one expert's part of a tensor that stacks those of all experts.
+
+    Args:
+        target: the part.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        self.shape, self.nbytes = (1, *target.shape), target.nbytes
+        self._target = target
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        self._target.copy_(source[0])
+
+
+class _RowsInTurn(RowsOfWeight):
+    """Targets of one shape, whose rows take turns in the checkpoint.
+
+    Args:
+        targets: rows of matrices, or elements of biases.
+    """
+
+    def __init__(self, targets: Sequence[WeightTarget]) -> None:
+        rows, *others = targets[0].shape
+        self.shape = (len(targets) * rows, *others)
+        self.nbytes = sum(target.nbytes for target in targets)
+        self._targets = targets
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        for first, target in enumerate(self._targets):
+            target.copy_(source[first :: len(self._targets)])
+
+
+class _Mxfp4Matrix:
+    """A matrix that the checkpoint has as blocks of 4-bit numbers and the blocks' scales.
+
+    The matrix is filled once both have been copied.
+
+    Args:
+        target: the matrix, `[rows, columns]`.
+
+    Attributes:
+        scales: target of the exponents of the scales, `[rows, blocks]` uint8.
+        blocks: target of the numbers, `[rows, blocks, 16]` uint8: two in each byte, of which the
+            low four bits come first.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        rows, columns = target.shape
+        num_blocks = -(-columns // _MXFP4_BLOCK)
+        self._target = target
+        self.scales = _Kept((rows, num_blocks), 0, self._fill)
+        self.blocks = _Kept((rows, num_blocks, _MXFP4_BLOCK // 2), target.nbytes, self._fill)
+
+    def _fill(self) -> None:
+        scales, blocks = self.scales.content, self.blocks.content
+        if scales is None or blocks is None:
+            return
+        self.scales.content = self.blocks.content = None
+        table = _pairs_of_bytes(blocks.device)
+        numbers = table.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
+        scaled = torch.ldexp(numbers, scales.int().unsqueeze(-1) - _SCALE_BIAS)
+        self._target.copy_(scaled.flatten(1)[:, : self._target.shape[1]])
+
+
+class _Kept(RowsOfWeight):
+    """A target that keeps a copy of its elements.
+
+    Args:
+        shape: of the elements.
+        nbytes: bytes of the model's memory that are filled with them.
+        on_copied: called after each copy.
+
+    Attributes:
+        content: the elements; None before they are copied.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], nbytes: int, on_copied: Callable[[], object]
+    ) -> None:
+        self.shape, self.nbytes = shape, nbytes
+        self.content: torch.Tensor | None = None
+        self._on_copied = on_copied
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        self.content = source.clone()
+        self._on_copied()
+
+
+def _pairs_of_bytes(device: torch.device) -> torch.Tensor:
+    """Returns the two numbers of each byte, `[256, 2]` float32."""
+    numbers = [*_MXFP4_MAGNITUDES, *(-number for number in _MXFP4_MAGNITUDES)]
+    pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]
+    return torch.tensor(pairs, device=device)
