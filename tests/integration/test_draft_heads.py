@@ -207,8 +207,10 @@ def test_a_decode_tier_drafts_without_the_states_of_prompts(
 ) -> None:
     served = tiny_checkpoint("llama")
     heads = random_heads(method, served, tmp_path / "heads")
-    drafting = _drafting(method, heads)
-    with tiers(served, {}, drafting, kv_connector=f"memory://heads-{method}") as split:
+    # Each sequence fits in one block: at a block's end it would make no draft tokens, and the head
+    # would miss a state, while another sequence waits for its KV.
+    common = {"kv_connector": f"memory://heads-{method}", "block_size": 64}
+    with tiers(served, {}, _drafting(method, heads), **common) as split:
         check_handed_over(served, split)
         assert sum(_num_drafts(split._decode)) > 20
     reference = ReferenceHeads(method, served, heads)
