@@ -63,7 +63,6 @@ _GEMMA = _DECODER | {
     "sliding_window": 4096,
 }
 
-# Of the layers that have experts.
 _QWEN_DELTA = _DECODER | {
     "num_attention_heads": 16,
     "head_dim": 256,
@@ -77,6 +76,7 @@ _QWEN_DELTA = _DECODER | {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
+# The layers that have experts, and the weights of these.
 _SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -116,7 +116,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
-        "cohere": _COHERE,
+        "cohere": _COHERE | {"rope_theta": 500_000.0},
         "cohere2": _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         "gemma2": _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         "gemma3_text": _GEMMA
@@ -197,6 +197,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 8,
             "max_position_embeddings": 4096 * 32,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
             "sliding_window": None,
             "num_experts_per_tok": 2,
             "num_local_experts": 8,

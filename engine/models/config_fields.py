@@ -38,8 +38,8 @@ class ConfigFields:
     """Reads fields by name, and checks their types.
 
     Args:
-        given: the content of config.json.
-        model_type: the family's name in it, which must be a key of the registry's families.
+        raw_fields: the content of config.json.
+        model_type: the family's name in it, which must be a key of `DEFAULTS`.
     """
 
     def __init__(self, raw_fields: Mapping[str, Any], model_type: str) -> None:

@@ -13,7 +13,7 @@ from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.expert_config import experts_config
-from engine.models.hybrid import CausalConv, Hybrid, fields_of
+from engine.models.hybrid import CausalConv, Hybrid, fields_of, read_conv_width
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
@@ -24,7 +24,6 @@ from kernels.paged_kv import DeltaGates, LayerState
 
 __all__ = ["GatedDelta", "GatedDeltaConfig", "qwen3_5_config", "qwen3_next_config"]
 
-_MAX_CONV_WIDTH = 16
 _MAX_DIM = 4096
 _NAMES = {
     "mixer": "linear_attn",
@@ -90,9 +89,6 @@ def qwen3_5_config(fields: ConfigFields) -> GatedDeltaConfig:
             f"linear_num_value_heads {num_states} is not a multiple of "
             f"linear_num_key_heads {num_keys}"
         )
-    width = fields.count("linear_conv_kernel_dim", _MAX_CONV_WIDTH)
-    if width < 2:
-        raise ConfigFieldError(f"linear_conv_kernel_dim is {width}; it must be at least 2")
     own = {
         "norm": NormKind.OFFSET,
         "qk_norm": QkNorm.HEAD,
@@ -102,7 +98,7 @@ def qwen3_5_config(fields: ConfigFields) -> GatedDeltaConfig:
         "num_states": num_states,
         "key_dim": fields.count("linear_key_head_dim", _MAX_DIM),
         "value_dim": fields.count("linear_value_head_dim", _MAX_DIM),
-        "conv_width": width,
+        "conv_width": read_conv_width(fields, "linear_conv_kernel_dim"),
     }
     return GatedDeltaConfig(**{**fields_of(config), **own})
 

@@ -24,7 +24,15 @@ from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
 from kernels.paged_kv import LayerState
 
-__all__ = ["CausalConv", "Hybrid", "Lfm2", "Lfm2Config", "fields_of", "lfm2_config"]
+__all__ = [
+    "CausalConv",
+    "Hybrid",
+    "Lfm2",
+    "Lfm2Config",
+    "fields_of",
+    "lfm2_config",
+    "read_conv_width",
+]
 
 _MAX_CONV_WIDTH = 16
 _LFM2_NAMES = {
@@ -74,15 +82,12 @@ def lfm2_config(fields: ConfigFields) -> Lfm2Config:
         for layer in range(num_layers)
     ]
     config = decoder_config(fields, layer_types=types, recurrent_type="conv")
-    width = fields.count("conv_L_cache", _MAX_CONV_WIDTH)
-    if width < 2:
-        raise ConfigFieldError(f"conv_L_cache is {width}; it must be at least 2")
     own = {
         "intermediate_size": _lfm2_mlp_size(fields),
         "rms_norm_eps": fields.epsilon("norm_eps"),
         "qk_norm": QkNorm.HEAD,
         "names": _LFM2_NAMES,
-        "conv_width": width,
+        "conv_width": read_conv_width(fields, "conv_L_cache"),
         "conv_bias": fields.flag("conv_bias"),
     }
     if fields.states("tie_embedding"):
@@ -93,6 +98,18 @@ def lfm2_config(fields: ConfigFields) -> Lfm2Config:
 def fields_of(config: DecoderConfig) -> dict[str, Any]:
     """Returns the fields of a config, of which a family's own config is made."""
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def read_conv_width(fields: ConfigFields, name: str) -> int:
+    """Reads the number of tokens that a convolution sees.
+
+    Raises:
+        ConfigFieldError: it is less than 2, or too large.
+    """
+    width = fields.count(name, _MAX_CONV_WIDTH)
+    if width < 2:
+        raise ConfigFieldError(f"{name} is {width}; it must be at least 2")
+    return width
 
 
 def _lfm2_mlp_size(fields: ConfigFields) -> int:

@@ -1,7 +1,7 @@
-"""The native CPU kernels of linear layers, look-ups, norms, maxima and recorded steps.
+"""The native CPU kernels of linear layers, look-ups, maxima and recorded steps.
 
 They take float32 and bfloat16 tensors of the CPU. For what the library does not implement (odd
-head widths in bfloat16, 8-bit caches, capped scores), they call the reference.
+head widths in bfloat16, 8-bit caches), they call the reference.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.layer_kinds import Activation, NormKind
+from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
@@ -22,17 +22,17 @@ from kernels.weights import Weight, WeightUse
 __all__ = [
     "embed",
     "embed_part",
-    "gate_rows",
     "is_vector",
-    "layer_norm",
     "linear",
     "linear_gated",
     "make_weight",
     "mark_step",
     "record_step",
-    "rms_norm",
+    "residual_fields",
+    "residual_rows",
     "rotary_angles",
     "row_maxima",
+    "rows_of",
     "run_command",
     "take_rows",
 ]
@@ -62,7 +62,7 @@ def embed(
     """Takes zeros for an id that is no row of the weight, where the reference raises an error."""
     out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
     if addend is not None:
-        addend = _residual_rows(addend, out.dtype, out.shape)
+        addend = residual_rows(addend, out.dtype, out.shape)
     is_packed = isinstance(weight, PackedWeight)
     _take_rows(
         weight.data,
@@ -89,7 +89,7 @@ def take_rows(
     matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Gives zeros for a row that the matrix does not have, where the reference raises an error."""
-    matrix, keeps_address = _rows(matrix), out is not None
+    matrix, keeps_address = rows_of(matrix), out is not None
     if out is None:
         out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
     assert out.shape == (len(rows), matrix.shape[1])
@@ -134,87 +134,6 @@ def linear_gated(
     )
 
 
-@NATIVE.implements(reference.gate_rows)
-def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
-    assert values.shape == gates.shape
-    assert values.dtype == gates.dtype
-    values, gates = _rows(values), _rows(gates)
-    out = torch.empty(values.shape, dtype=values.dtype)
-    run_command(
-        commands.GATE_ROWS,
-        ELEMENT_TYPES[values.dtype],
-        values.data_ptr(),
-        values.stride(0),
-        gates.data_ptr(),
-        gates.stride(0),
-        *values.shape,
-        activation.value,
-        out.data_ptr(),
-        keep=(values, gates, out),
-    )
-    return out
-
-
-@NATIVE.implements(reference.rms_norm)
-def rms_norm(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    kind: NormKind = NormKind.ROUNDED,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    assert is_vector(weight, hidden.shape[-1], hidden.dtype)
-    rows = _rows(hidden.flatten(0, -2))
-    if residual is not None:
-        residual = _residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
-    run_command(
-        commands.RMS_NORM,
-        ELEMENT_TYPES[hidden.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        *rows.shape,
-        weight.data_ptr(),
-        eps,
-        kind.value,
-        *_residual_fields(residual),
-        out.data_ptr(),
-        keep=(rows, out),
-    )
-    return out
-
-
-@NATIVE.implements(reference.layer_norm)
-def layer_norm(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    for vector in (weight, bias):
-        assert vector is None or is_vector(vector, hidden.shape[-1], hidden.dtype)
-    rows = _rows(hidden.flatten(0, -2))
-    if residual is not None:
-        residual = _residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
-    run_command(
-        commands.LAYER_NORM,
-        ELEMENT_TYPES[hidden.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        *rows.shape,
-        0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        eps,
-        *_residual_fields(residual),
-        out.data_ptr(),
-        keep=(rows, out),
-    )
-    return out
-
-
 @NATIVE.implements(reference.rotary_angles)
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
     assert positions.dtype == torch.int64
@@ -240,7 +159,7 @@ def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert logits.dtype == torch.float32
-    rows = _rows(logits)
+    rows = rows_of(logits)
     if out is None:
         maxima = torch.empty(len(rows))
         indices = torch.empty(len(rows), dtype=torch.int64)
@@ -287,14 +206,14 @@ def _linear(
     cap: float | None = None,
 ) -> torch.Tensor:
     assert isinstance(weight, PackedWeight)
-    rows = _rows(hidden)
+    rows = rows_of(hidden)
     assert rows.dtype == weight.data.dtype
     assert rows.shape[1] == weight.num_columns
     assert out_dtype in (torch.float32, rows.dtype)
     assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
     out_features = weight.num_rows // 2 if is_gated else weight.num_rows
     if residual is not None:
-        residual = _residual_rows(residual, rows.dtype, (len(rows), out_features))
+        residual = residual_rows(residual, rows.dtype, (len(rows), out_features))
     out = torch.empty((len(rows), out_features), dtype=out_dtype)
     run_command(
         commands.LINEAR,
@@ -305,7 +224,7 @@ def _linear(
         weight.data.data_ptr(),
         out_features,
         0 if bias is None else bias.data_ptr(),
-        *_residual_fields(residual),
+        *residual_fields(residual),
         is_gated,
         0 if activation is None else activation.value,
         scale,
@@ -355,7 +274,7 @@ def _take_rows(
         rows.data_ptr(),
         len(rows),
         scale,
-        *_residual_fields(addend),
+        *residual_fields(addend),
         out.data_ptr(),
         out.dtype == torch.float32,
         keep=(matrix,) if keeps_address else (matrix, out),
@@ -387,20 +306,20 @@ def _library() -> NativeKernels:
     return library
 
 
-def _residual_rows(
+def residual_rows(
     residual: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Returns a residual as the library reads it, `[rows, columns]`."""
     assert residual.dtype == dtype
     assert residual.shape == shape
-    return _rows(residual)
+    return rows_of(residual)
 
 
-def _residual_fields(residual: torch.Tensor | None) -> tuple[int, int]:
+def residual_fields(residual: torch.Tensor | None) -> tuple[int, int]:
     """Returns the address and the stride of a residual's rows; zeros if there is none."""
     return (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
 
 
-def _rows(matrix: torch.Tensor) -> torch.Tensor:
+def rows_of(matrix: torch.Tensor) -> torch.Tensor:
     """Returns `[rows, columns]`, copied if neighbouring columns are not adjacent."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -117,7 +117,9 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
     tied, gpt2 = copy_of("llama_tied_biased", tmp_path), copy_of("gpt2", tmp_path)
     embedding = load_file(tied / WEIGHTS)["model.embed_tokens.weight"]
     inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    change_weights(tied, lambda t: {**t, **inverse, "lm_head.weight": embedding.clone()})
+    drafting = {"mtp.fc.weight": torch.ones(2, 2)}  # Qwen3-Next's layers for draft tokens
+    extra = inverse | drafting | {"lm_head.weight": embedding.clone()}
+    change_weights(tied, lambda tensors: tensors | extra)
     masks = {"transformer.h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1)}
     change_weights(gpt2, lambda tensors: {**tensors, **masks})
     assert same_weights(load(tied), load(tiny_checkpoint("llama_tied_biased")))

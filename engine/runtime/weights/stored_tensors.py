@@ -35,11 +35,12 @@ OpenFile = Callable[[Path], Any]
 # By safetensors' names of types.
 _FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BYTES = "U8"  # of numbers in 4 bits, and their scales
-# Constants of the code that wrote a checkpoint, a value head from training, and scales for KV in
-# eight bits, which Baton measures itself.
+# Constants of the code that wrote a checkpoint, a value head from training, scales for KV in eight
+# bits, which Baton measures itself, and layers that draft tokens (Qwen3-Next), which it does not
+# run.
 _WITHOUT_EFFECT = re.compile(
     r"(^|\.)(rotary_emb\..+|position_ids|decoder\.version|attn\.(masked_)?bias|v_head\..+"
-    r"|(q|k|v|kv|prob)_scale)$"
+    r"|(q|k|v|kv|prob)_scale|mtp\..+)$"
 )
 _COMPARED_ROWS = 4096
 

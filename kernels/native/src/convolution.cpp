@@ -45,7 +45,7 @@ class ChannelRange {
     const auto* weight = static_cast<const Stored*>(job_.weight) + place;
     Floats newest = read_lanes<E>(input, count);
     if constexpr (is_gated) {
-      newest = rounded_lanes<E>(newest * read_lanes<E>(input + 2 * size, count));
+      newest = rounded<E>(newest * read_lanes<E>(input + 2 * size, count));
     }
     Floats total{};
     for (int j = 0; j < kPast; ++j) {
@@ -56,8 +56,9 @@ class ChannelRange {
     store(past_[kPast - 1] + channel, newest);
     total += newest * read_lanes<E>(weight + kPast * size, count);
     if (job_.bias) total += read_lanes<E>(static_cast<const Stored*>(job_.bias) + place, count);
-    total = rounded_lanes<E>(total);
-    const Floats result = is_gated ? read_lanes<E>(input + size, count) * total : times_sigmoid(total, total);
+    total = rounded<E>(total);
+    const Floats result =
+        is_gated ? read_lanes<E>(input + size, count) * total : times_sigmoid(total, total);
     write_lanes<E>(static_cast<Stored*>(job_.out) + row * size + place, result, count);
   }
 

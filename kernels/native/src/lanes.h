@@ -26,12 +26,4 @@ void write_lanes(typename E::Stored* to, Floats values, int64_t count) {
   std::memcpy(to, lanes, static_cast<size_t>(std::max<int64_t>(0, count)) * sizeof *to);
 }
 
-// The values rounded as if they were stored between two operations.
-template <class E>
-Floats rounded_lanes(Floats values) {
-  typename E::Stored lanes[kLanes];
-  E::narrow_lanes(lanes, values);
-  return E::widen_lanes(lanes);
-}
-
 }  // namespace baton

@@ -33,6 +33,10 @@ ARCHITECTURE = {
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
@@ -299,7 +303,12 @@ def test_defaults_are_those_of_transformers(model_type):
     windows = [source.sliding_window if windowed else None for windowed in is_windowed(source)]
     assert list(config.sliding_windows) == windows
     assert config.num_kv_heads == source.num_key_value_heads
-    assert config.head_dim == getattr(source, "head_dim", config.head_dim)
+    assert config.head_dim == (getattr(source, "head_dim", None) or config.head_dim)
+    by_type = source.rope_parameters
+    if "rope_theta" in by_type:  # the same for all layers
+        by_type = {"default": by_type}
+    thetas = {parameters["rope_theta"] for parameters in by_type.values()}
+    assert {rope.theta for rope in config.ropes} == thetas
 
 
 def is_windowed(source):
