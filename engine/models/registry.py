@@ -147,4 +147,4 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 def _has_class(family: ModelFamily, architecture: str | None) -> bool:
     stem = family.model_type.replace("_", "")
-    return architecture is None or architecture.lower().startswith(stem)
+    return architecture is None or architecture.lower().replace("_", "").startswith(stem)
