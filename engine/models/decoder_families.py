@@ -10,6 +10,7 @@ from kernels.layer_kinds import NormKind
 __all__ = [
     "cohere2_config",
     "cohere_config",
+    "ernie4_5_config",
     "gemma2_config",
     "gemma3_config",
     "glm4_config",
@@ -19,6 +20,7 @@ __all__ = [
     "phi3_config",
     "qwen2_config",
     "qwen3_config",
+    "seed_oss_config",
     "smollm3_config",
 ]
 
@@ -134,6 +136,18 @@ def granite_config(fields: ConfigFields) -> DecoderConfig:
         attention_scale=fields.number("attention_multiplier"),
         logit_scale=1 / fields.number("logits_scaling"),
     )
+
+
+def ernie4_5_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a dense ERNIE 4.5 model: one field says whether there are biases."""
+    bias = fields.flag("use_bias")
+    config = decoder_config(fields, is_interleaved=True)
+    return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
+def seed_oss_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Seed-OSS model: the projection after attention has its own field."""
+    return replace(decoder_config(fields), output_bias=fields.flag("attention_out_bias"))
 
 
 def phi3_config(fields: ConfigFields) -> DecoderConfig:

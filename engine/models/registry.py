@@ -12,6 +12,7 @@ from engine.models.decoder_config import decoder_config
 from engine.models.decoder_families import (
     cohere2_config,
     cohere_config,
+    ernie4_5_config,
     gemma2_config,
     gemma3_config,
     glm4_config,
@@ -21,6 +22,7 @@ from engine.models.decoder_families import (
     phi3_config,
     qwen2_config,
     qwen3_config,
+    seed_oss_config,
     smollm3_config,
 )
 from engine.models.expert_families import (
@@ -73,6 +75,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "CohereForCausalLM": ModelFamily("cohere", cohere_config, Decoder),
         "Cohere2ForCausalLM": ModelFamily("cohere2", cohere2_config, Decoder),
+        "Ernie4_5ForCausalLM": ModelFamily("ernie4_5", ernie4_5_config, Decoder),
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
@@ -92,6 +95,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "OlmoeForCausalLM": ModelFamily("olmoe", olmoe_config, Decoder),
         "Qwen2MoeForCausalLM": ModelFamily("qwen2_moe", qwen2_moe_config, Decoder),
         "Qwen3MoeForCausalLM": ModelFamily("qwen3_moe", qwen3_moe_config, Decoder),
+        "SeedOssForCausalLM": ModelFamily("seed_oss", seed_oss_config, Decoder),
         "SmolLM3ForCausalLM": ModelFamily("smollm3", smollm3_config, Decoder),
         "OPTForCausalLM": ModelFamily("opt", opt_config, Opt),
         "GPT2LMHeadModel": ModelFamily("gpt2", gpt2_config, Gpt2),

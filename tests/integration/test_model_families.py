@@ -105,7 +105,7 @@ def test_greedy_tokens_match_transformers(variant):
     ("variant", "dtype"),
     [
         *product(["llama", "qwen3", "opt", "gpt2", "lfm2", "qwen3_5"], ["bfloat16", "float16"]),
-        *((variant, "bfloat16") for variant in ("gemma2", "granite", "olmo3", "phi3_partial")),
+        *product(["ernie4_5", "gemma2", "granite", "olmo3", "phi3_partial"], ["bfloat16"]),
     ],
 )
 def test_half_precision_errors_are_at_most_little_above_those_of_transformers(variant, dtype):

@@ -167,6 +167,13 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Neighbouring elements are rotated together.
+    "ernie4_5": ("ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 24}),  # biases of Q, K and V alone
+    "seed_oss_output_bias": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "gemma2": (
         "gemma2",
         {
