@@ -135,6 +135,11 @@ def decoder_config(
 ) -> DecoderConfig:
     """Reads the fields that decoders have in common; those that differ are as Llama's.
 
+    A field that some families lack counts only if it is a key of the family's defaults:
+    `attention_bias` (of Q, K, V and the projection after attention), `mlp_bias`, `sliding_window`,
+    `use_sliding_window`, `max_window_layers`, `layer_norm_eps` in place of `rms_norm_eps`, and
+    `hidden_activation` in place of `hidden_act`.
+
     Args:
         fields: of config.json.
         layer_types: of each layer, if config.json has none; None for the family's usual ones.
