@@ -5,85 +5,16 @@ share; `llama.cpp` has the rest in its code, and so has this module. A checkpoin
 has all of it in config.json.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from baton.common.model_files.gguf.architecture import GgufArchitecture
 from baton.common.model_files.gguf.header import GgufHeader
 from baton.common.model_files.gguf.rope import long_rope_parameters, rope_parameters
 from baton.common.model_files.gguf.values import HeaderValues
 
-__all__ = ["GgufArchitecture", "architecture_of"]
-
-_Fields = Callable[[HeaderValues], Mapping[str, Any]]
-_Rope = Callable[[HeaderValues, int], dict[str, Any]]
-
-# Names in GGUF files and in checkpoints, without `.weight` and `.bias`.
-_MODEL_NAMES = {"token_embd": "model.embed_tokens", "output": "lm_head"}
-# Names of the norm after the last layer, by the age of the converter.
-_FINAL_NORMS = ("output_norm", "token_embd_norm")
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufArchitecture:
-    """How files state models of one architecture.
-
-    Attributes:
-        model_class: name of the model's class in `transformers`.
-        model_type: its name in config.json.
-        keys: keys of the architecture that `fields` reads.
-        fields: returns the fields of config.json that only this architecture has.
-        names: by names of a layer's tensors in files, those in checkpoints; for those that have
-            other names than in a Llama model. A name with `.weight` or `.bias` stands for the whole
-            name. `{expert}` stands for the number of an expert; files have one tensor for all.
-        final_norm: the checkpoint's name of the norm after the last layer.
-        rope: returns config.json's `rope_parameters`, of the number of elements of a head that are
-            rotated.
-        rotates_part: whether files may state that only the first elements of a head are rotated.
-        has_pairs: whether files have the rows of Q and K in the order of interleaved rotary
-            embeddings, while the checkpoint has them in the order of halves.
-        mixes_layers: whether some layers have no attention, for which files state 0 KV heads.
-        norm_offset: what is added to the weights of norms in files.
-        new_axes: by names of a layer's tensors in files, the place of an axis of length one that
-            the checkpoint's tensors have and the file's lack.
-    """
-
-    model_class: str
-    model_type: str
-    keys: frozenset[str] = frozenset()
-    fields: _Fields = field(default=lambda _: {})
-    names: Mapping[str, str] = field(default_factory=dict)
-    final_norm: str = "model.norm"
-    rope: _Rope = rope_parameters
-    rotates_part: bool = False
-    has_pairs: bool = False
-    mixes_layers: bool = False
-    norm_offset: int = 0
-    new_axes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def layer_names(self) -> Mapping[str, str]:
-        """By names of a layer's tensors in files, those in checkpoints."""
-        return {**_LAYER_NAMES, **self.names}
-
-    @property
-    def model_names(self) -> Mapping[str, str]:
-        """The same of tensors outside of layers."""
-        return {**_MODEL_NAMES, **dict.fromkeys(_FINAL_NORMS, self.final_norm)}
+__all__ = ["architecture_of"]
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:

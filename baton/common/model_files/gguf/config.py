@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baton.common.model_files.gguf.architectures import GgufArchitecture, architecture_of
+from baton.common.model_files.gguf.architecture import GgufArchitecture
+from baton.common.model_files.gguf.architectures import architecture_of
 from baton.common.model_files.gguf.header import GgufHeader
 from baton.common.model_files.gguf.values import HeaderValues
 
