@@ -64,15 +64,15 @@ def odd_bytes(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-async def answer_to(router: FuzzedRouter, rng: random.Random) -> bytes:
-    """What comes within a short time; then the client leaves, with or without a reset."""
+async def answer_to(router: FuzzedRouter, rng: random.Random, patience_s: float) -> bytes:
+    """What comes within a time; then the client leaves, with or without a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.http_server.server.port)
     answer = b""
     try:
         writer.write(odd_bytes(rng))
         if rng.random() < 0.2:
             writer.write_eof()
-        async with asyncio.timeout(0.3 if rng.random() < 0.9 else 0.01):
+        async with asyncio.timeout(patience_s if rng.random() < 0.9 else 0.01):
             while part := await reader.read(65536):
                 answer += part
     except (TimeoutError, ConnectionError):
@@ -81,9 +81,9 @@ async def answer_to(router: FuzzedRouter, rng: random.Random) -> bytes:
     return answer
 
 
-async def fuzz(router: FuzzedRouter, seed: int, count: int) -> None:
+async def fuzz(router: FuzzedRouter, seed: int, count: int, patience_s: float) -> None:
     async def one(number: int) -> None:
-        answer = await answer_to(router, random.Random(f"{seed}-{number}"))
+        answer = await answer_to(router, random.Random(f"{seed}-{number}"), patience_s)
         for part in answer.split(b"HTTP/1.1 ")[1:]:
             router.counts[part[:3].decode()] += 1
             is_right = part[:1] in (b"1", b"2", b"4") or part[:3] == b"503"
@@ -94,15 +94,15 @@ async def fuzz(router: FuzzedRouter, seed: int, count: int) -> None:
     await router.check_health()
     # On a very busy machine the router may take a worker that answers late for a lost one.
     assert router.counts["503"] <= count / 100
-    assert router.counts["200"] > count / 20
+    assert router.counts["200"] > count / 50
 
 
 async def test_odd_bytes_on_some_connections():
     async with fuzzed_router() as router:
-        await fuzz(router, 1, 80)
+        await fuzz(router, 1, 80, patience_s=3.0)  # one round, on a busy machine
 
 
 @pytest.mark.slow
 async def test_odd_bytes_on_thousands_of_connections():
     async with fuzzed_router() as router:
-        await fuzz(router, 2, 2000)
+        await fuzz(router, 2, 2000, patience_s=0.5)

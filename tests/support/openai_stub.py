@@ -40,7 +40,7 @@ class OpenAiStub:
     Attributes:
         url: the base URL.
         requests: all POST requests, in the order of arrival.
-        client_left: is set when a client left a stream that was held.
+        client_left: is set when a client left a stream before its end.
     """
 
     def __init__(self, script: Callable[[Seen], Reply]) -> None:
@@ -89,17 +89,16 @@ class OpenAiStub:
 
     def _send_events(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
         assert reply.events is not None
-        for event in reply.events:
-            text = event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n"
-            handler.wfile.write(text.encode())
-        while reply.hold is not None and not reply.hold.wait(0.01):
-            try:
+        try:
+            for event in reply.events:
+                text = event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n"
+                handler.wfile.write(text.encode())
+            while reply.hold is not None and not reply.hold.wait(0.01):
                 handler.wfile.write(b": keep-alive\n\n")
-            except OSError:
-                self.client_left.set()
-                return
-        if reply.is_complete:
-            handler.wfile.write(b"data: [DONE]\n\n")
+            if reply.is_complete:
+                handler.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            self.client_left.set()
 
 
 @contextmanager
