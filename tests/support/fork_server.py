@@ -209,6 +209,8 @@ class ForkServer:
                 self._server = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(theirs.fileno())],
                     cwd=_ROOT,
+                    # Without threads of OpenBLAS, which numpy starts when it is imported.
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
