@@ -1,5 +1,6 @@
 """Fixtures that tests of several kinds share."""
 
+import ctypes
 import functools
 import gc
 import os
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 # Read when `triton` is first imported: its kernels run on the CPU then.
 if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Several processes run tests at once.
+MAX_KEPT_BYTES = 2 << 30
 
 # A shell that starts pytest in the background lets it ignore these, which every process that a test
 # starts would inherit.
@@ -45,6 +49,17 @@ def pytest_ignore_collect(collection_path, config):
     has_alone = "mark.alone" in text
     is_needless = ("slow" in selected and not has_slow) or ("alone" in selected and not has_alone)
     return is_needless or None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Returns the memory of a file's models to the system, if there is much of it."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_KEPT_BYTES:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.hookimpl(wrapper=True)
