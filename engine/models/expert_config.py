@@ -7,7 +7,7 @@ from engine.models.config_fields import ConfigFieldError, ConfigFields, unsuppor
 from engine.models.expert_storage import ExpertStorage
 from kernels import Activation, RoutingRule
 
-__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertsConfig", "experts_config"]
+__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertsConfig", "experts_config", "softmax_rule"]
 
 _MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
 _ACTIVATIONS = ("silu", "swish")  # two names of the only function of the experts' gates
@@ -97,6 +97,11 @@ def experts_config(
         is_sparse=_sparse_layers(fields),
         shared_width=fields.count(shared) if fields.has(shared) else 0,
     )
+
+
+def softmax_rule(fields: ConfigFields) -> RoutingRule:
+    """Returns the rule of families that choose by a softmax over all experts."""
+    return RoutingRule(1, normalizes=fields.flag("norm_topk_prob"))
 
 
 def _sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
-from engine.models.expert_config import experts_config
+from engine.models.expert_config import experts_config, softmax_rule
 from engine.models.expert_storage import ExpertStorage
 from kernels import CLAMP_LIMIT, CLAMP_SLOPE, Activation, ExpertScores, NormKind, RoutingRule
 
@@ -26,7 +26,7 @@ def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
     return replace(
         decoder_config(fields),
         qkv_bias=fields.flag("qkv_bias"),
-        experts=experts_config(fields, _softmax_rule(fields)),
+        experts=experts_config(fields, softmax_rule(fields)),
     )
 
 
@@ -35,7 +35,7 @@ def qwen3_moe_config(fields: ConfigFields) -> DecoderConfig:
     return replace(
         decoder_config(fields),
         qk_norm=QkNorm.HEAD,
-        experts=experts_config(fields, _softmax_rule(fields)),
+        experts=experts_config(fields, softmax_rule(fields)),
     )
 
 
@@ -63,7 +63,7 @@ def olmoe_config(fields: ConfigFields) -> DecoderConfig:
     return replace(
         decoder_config(fields),
         qk_norm=QkNorm.PROJECTION,
-        experts=experts_config(fields, _softmax_rule(fields), width_field="intermediate_size"),
+        experts=experts_config(fields, softmax_rule(fields), width_field="intermediate_size"),
     )
 
 
@@ -102,7 +102,3 @@ def gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
 
 def _method_of(quantization: object) -> object:
     return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-
-
-def _softmax_rule(fields: ConfigFields) -> RoutingRule:
-    return RoutingRule(1, normalizes=fields.flag("norm_topk_prob"))

@@ -12,13 +12,13 @@ from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
-from engine.models.expert_config import experts_config
+from engine.models.expert_config import experts_config, softmax_rule
 from engine.models.hybrid import CausalConv, Hybrid, fields_of, read_conv_width
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
 from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Cut, RankGroup, RoutingRule
+from kernels import Cut, RankGroup
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import DeltaGates, LayerState
 
@@ -109,8 +109,7 @@ def qwen3_next_config(fields: ConfigFields) -> GatedDeltaConfig:
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
-    rule = RoutingRule(1, normalizes=fields.flag("norm_topk_prob"))
-    experts = experts_config(fields, rule)
+    experts = experts_config(fields, softmax_rule(fields))
     return replace(qwen3_5_config(fields), experts=experts, joins_heads=True)
 
 

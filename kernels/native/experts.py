@@ -8,7 +8,7 @@ from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
 from kernels.host import fresh_zeros
 from kernels.layer_kinds import Activation
 from kernels.library import commands
-from kernels.native.ops import is_vector, make_weight, run_command
+from kernels.native.ops import is_vector, make_weight, residual_rows, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight
 from kernels.ranks import Cut
 from kernels.weights import WeightUse
@@ -133,9 +133,7 @@ def combine_experts(
         assert shared_gate.shape == (num_rows, 1)
         keep.append(shared_gate)
     if residual is not None:
-        assert residual.dtype == outputs.dtype
-        assert residual.shape == (num_rows, width)
-        residual = residual if residual.stride(1) == 1 else residual.contiguous()
+        residual = residual_rows(residual, outputs.dtype, (num_rows, width))
         keep.append(residual)
     out = torch.empty((num_rows, width), dtype=out_dtype)
     run_command(

@@ -46,10 +46,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert is_vector(weight, hidden.shape[-1], hidden.dtype)
-    rows = rows_of(hidden.flatten(0, -2))
-    if residual is not None:
-        residual = residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    rows, residual, out = _operands(hidden, residual)
     run_command(
         commands.RMS_NORM,
         ELEMENT_TYPES[hidden.dtype],
@@ -76,10 +73,7 @@ def layer_norm(
 ) -> torch.Tensor:
     for vector in (weight, bias):
         assert vector is None or is_vector(vector, hidden.shape[-1], hidden.dtype)
-    rows = rows_of(hidden.flatten(0, -2))
-    if residual is not None:
-        residual = residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    rows, residual, out = _operands(hidden, residual)
     run_command(
         commands.LAYER_NORM,
         ELEMENT_TYPES[hidden.dtype],
@@ -94,3 +88,13 @@ def layer_norm(
         keep=(rows, out),
     )
     return out
+
+
+def _operands(
+    hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Returns the rows of a norm, those of its residual, and memory for the result."""
+    rows = rows_of(hidden.flatten(0, -2))
+    if residual is not None:
+        residual = residual_rows(residual.flatten(0, -2), rows.dtype, rows.shape)
+    return rows, residual, torch.empty(hidden.shape, dtype=hidden.dtype)

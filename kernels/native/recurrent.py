@@ -9,7 +9,7 @@ from kernels import reference
 from kernels.dispatch import NATIVE
 from kernels.library import commands
 from kernels.native.attention import pack_batch
-from kernels.native.ops import is_vector, run_command
+from kernels.native.ops import is_vector, rows_of, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
 from kernels.paged_kv import DeltaGates, LayerState
 
@@ -57,7 +57,7 @@ def gated_delta(
     assert states.shape[1] * states.shape[2] == num_heads
     assert states.dtype == torch.float32
     query, key, value = (_rows_of_heads(part) for part in (query, key, value))
-    update, decay = (_dense_rows(part) for part in (gates.update, gates.decay))
+    update, decay = (rows_of(part) for part in (gates.update, gates.decay))
     for part in (query, key, update, decay):
         assert part.dtype == value.dtype
     for part in (gates.log_rates, gates.decay_bias):
@@ -113,7 +113,7 @@ def _convolve(
     channels_per_slice = _dense_size(states) // (width - 1)
     assert channels_per_slice * (width - 1) == _dense_size(states)
     assert channels_per_slice * states.shape[1] == channels
-    inputs = _dense_rows(inputs)
+    inputs = rows_of(inputs)
     out = torch.empty((len(inputs), channels), dtype=inputs.dtype)
     run_command(
         commands.SHORT_CONV,
@@ -135,11 +135,6 @@ def _convolve(
         keep=(inputs, out),
     )
     return out
-
-
-def _dense_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Returns `[rows, columns]`, copied if neighbouring columns are not adjacent."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _rows_of_heads(heads: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size = hidden.shape[-1]
-    rows = with_dense_columns(hidden.flatten(0, -2))
-    if residual is not None:
-        assert residual.shape == hidden.shape
-        residual = with_dense_columns(residual.flatten(0, -2))
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    rows, residual, out = _operands(hidden, residual)
     launch = launch_table(hidden.device).row_norm.for_size(size)
     _rms_norm_kernel[(len(rows),)](
         rows,
@@ -97,11 +93,7 @@ def layer_norm(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size = hidden.shape[-1]
-    rows = with_dense_columns(hidden.flatten(0, -2))
-    if residual is not None:
-        assert residual.shape == hidden.shape
-        residual = with_dense_columns(residual.flatten(0, -2))
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    rows, residual, out = _operands(hidden, residual)
     launch = launch_table(hidden.device).row_norm.for_size(size)
     _layer_norm_kernel[(len(rows),)](
         rows,
@@ -350,6 +342,17 @@ def _maximum(values, columns):
     index = tl.min(tl.where(values == maximum, columns, 2147483647))
     has_nan = tl.max(is_nan.to(tl.int32)) > 0
     return tl.where(has_nan, float("nan"), maximum), index
+
+
+def _operands(
+    hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Returns the rows of a norm, those of its residual, and memory for the result."""
+    rows = with_dense_columns(hidden.flatten(0, -2))
+    if residual is not None:
+        assert residual.shape == hidden.shape
+        residual = with_dense_columns(residual.flatten(0, -2))
+    return rows, residual, torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
 def with_dense_columns(rows: torch.Tensor) -> torch.Tensor:
