@@ -5,7 +5,13 @@ import pytest
 
 from baton.v1 import common_pb2, generation_pb2
 from tests.support.fake_workers import MODEL, VOCAB_SIZE, FakeDecode, running_workers
-from tests.support.running_router import PROMPT_IDS, request, running_router, tokenizer
+from tests.support.running_router import (
+    PROMPT_IDS,
+    request,
+    running_router,
+    token_ids_of,
+    tokenizer,
+)
 
 NAN = float("nan")
 CHAT = '[{"role": "user", "content": "Hi"}]'
@@ -84,7 +90,7 @@ async def test_bad_fields_are_refused_by_name(method):
         assert not decode.starts
         # The router still serves requests.
         responses = await router.generate(request(PROMPT_IDS, max_tokens=2))
-        assert len(responses) == 2
+        assert token_ids_of(responses) == [50, 50]
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "GetModel"])

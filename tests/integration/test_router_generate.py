@@ -167,7 +167,7 @@ async def test_decode_computes_the_prompt_if_there_is_no_handoff():
 
 async def test_a_stop_text_across_tokens_cuts_the_text_and_cancels_decode():
     script = script_of("abc quick brown") + [300] * 2000
-    prefill, decode = FakePrefill(script), FakeDecode(script)
+    prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=50)  # never ends itself
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         message = request(request_id="s", stop=["ck br", "never"], max_tokens=2000)
         responses = await router.generate(message)
