@@ -6,7 +6,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache.spec import LayerGroups, group_layers
+from engine.kv_cache.spec import LayerGroups, group_layers, slicing_of
 from engine.models.layers import CausalModel
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import ModelInfo, StepCosts
@@ -275,15 +275,19 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
             f"the model takes {max_model_len} tokens, more than can be served; "
             f"set --max-model-len to at most {_MAX_MODEL_LEN}"
         )
+    layout = decide_layout(config, loaded, layer_groups.layers_per_block)
+    states = state_layout(loaded.model.config, loaded.dtype)
+    if config.kv_connector is not None:
+        states = slicing_of(config, layout, states).slots
     return ModelInfo(
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
         tokenizer_digest=loaded.tokenizer_digest,
-        layout=decide_layout(config, loaded, layer_groups.layers_per_block),
+        layout=layout,
         windows=layer_groups.windows,
-        states=state_layout(loaded.model.config, loaded.dtype),
+        states=states,
     )
 
 

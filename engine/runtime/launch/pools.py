@@ -49,6 +49,7 @@ class Pools:
         num_slots: number of slots for states.
         whole: the pool: `num_blocks` blocks, those that hold the slots, and spare blocks,
             `[number of all, *layout.block_shape]`; the steps use the spare ones.
+        kv: the pool without spare blocks.
         host: the host pool.
         states: the slots, and as many spare ones as spare blocks; None for a model without.
         host_slots: slots in the host pool, `[num_host_slots, slot_bytes]`.
@@ -58,6 +59,7 @@ class Pools:
     num_host_blocks: int
     num_slots: int
     whole: torch.Tensor
+    kv: torch.Tensor
     host: torch.Tensor
     states: StateMemory | None
     host_slots: torch.Tensor
@@ -130,12 +132,8 @@ class Pools:
             host_slots = allocate_host_slots(num_host_slots, states.slot_bytes, device)
             assert spec.states is not None
             log_slots(states, num_slots, spec.states.interval)
-        return cls(num_blocks, num_host_blocks, num_slots, whole, host, memory, host_slots)
-
-    @property
-    def kv(self) -> torch.Tensor:
-        """The pool without spare blocks, `[num_blocks, *layout.block_shape]`."""
-        return self.whole[: self.num_blocks]
+        kv = whole[: num_blocks + num_state_blocks]
+        return cls(num_blocks, num_host_blocks, num_slots, whole, kv, host, memory, host_slots)
 
     def time_swapped_block(self, device: torch.device) -> float:
         """Measures the seconds to copy one block to the host; 0 without a host pool."""
