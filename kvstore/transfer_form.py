@@ -284,6 +284,16 @@ class BlockSlicing:
             object_ids += range(start, start + count * step, step)
         return tuple(object_ids)
 
+    def objects_in(self, num_blocks: int) -> int:
+        """Returns the number of the objects of a pool's blocks for tokens.
+
+        Args:
+            num_blocks: number of all its blocks, those with slots included.
+        """
+        if self.form.states is not None:
+            num_blocks = self.share.num_blocks
+        return num_blocks * self.transfer_blocks * self.objects_per_block
+
     @cached_property
     def slots(self) -> StateLayout | None:
         """Layout of the pool's slots; None without any."""
