@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.request import BenchRequest
-from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Ceilings", "ModelShape", "decode_floor_s", "floor_s", "step_floor_s", "token_floor_s"]
 
@@ -38,7 +37,7 @@ class ModelShape:
         num_body_weights: weights of all layers that a token uses.
         num_layers: number of layers, all of one size.
         num_head_weights: weights of the output projection, which tokens that draw the next one use.
-        num_attention_features: layers times query heads times the size of a head.
+        num_attention_features: layers with attention times query heads times the size of a head.
         bytes_per_weight: size of a weight, 2 in bfloat16.
     """
 
@@ -47,26 +46,6 @@ class ModelShape:
     num_head_weights: int
     num_attention_features: int
     bytes_per_weight: int = 2
-
-    @classmethod
-    def of_config(
-        cls, config: Mapping[str, Any], num_weights: int, dtype: str = "bfloat16"
-    ) -> "ModelShape":
-        """Returns the size of a checkpoint.
-
-        Args:
-            config: the fields of its config.json.
-            num_weights: how many weights it has; of a mixture of experts, how many a token uses.
-            dtype: the type that it computes in.
-        """
-        width = config["hidden_size"]
-        head = config["vocab_size"] * width
-        num_tables = 1 if config.get("tie_word_embeddings", False) else 2
-        head_size = config.get("head_dim") or width // config["num_attention_heads"]
-        num_layers = config["num_hidden_layers"]
-        features = num_layers * config["num_attention_heads"] * head_size
-        body = num_weights - num_tables * head
-        return cls(body, num_layers, head, features, DTYPE_BYTES[dtype])
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
