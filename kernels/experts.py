@@ -14,7 +14,10 @@ from typing_extensions import override
 
 from kernels.weights import RowsOfWeight, Weight
 
-__all__ = ["ExpertScores", "ExpertWeight", "Routing", "RoutingRule"]
+__all__ = ["MIN_WEIGHT_SUM", "ExpertScores", "ExpertWeight", "Routing", "RoutingRule"]
+
+MIN_WEIGHT_SUM = 1e-20
+"""Added to the sum by which weights are divided: sigmoids may all be 0."""
 
 
 class ExpertScores(Enum):
@@ -24,6 +27,8 @@ class ExpertScores(Enum):
     """Softmax over all experts' logits."""
     SOFTMAX_OF_CHOSEN = "softmax of chosen"
     """Experts are ranked by logits; the weights are the softmax over those of the chosen ones."""
+    SIGMOID = "sigmoid"
+    """The sigmoid of each expert's logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,21 @@ class RoutingRule:
         scores: the scores that rank experts.
         normalizes: whether a row's weights are divided by their sum.
         rounds: whether weights are rounded to the logits' type.
+        scale: factor on the weights, after they are normalized.
+        num_groups: number of groups of neighbouring experts, equally large.
+        top_groups: number of groups whose experts a row may choose: those with the highest scores.
+            Together they have at least `top_k` experts.
+        group_terms: number of a group's highest scores that are added up to its score.
     """
 
     top_k: int
     scores: ExpertScores = ExpertScores.SOFTMAX
     normalizes: bool = False
     rounds: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_terms: int = 1
 
 
 @dataclass(frozen=True, slots=True)

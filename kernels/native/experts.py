@@ -15,7 +15,7 @@ from kernels.weights import WeightUse
 
 __all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
 
-_SCORES = {ExpertScores.SOFTMAX: 0, ExpertScores.SOFTMAX_OF_CHOSEN: 1}
+_SCORES = {ExpertScores.SOFTMAX: 0, ExpertScores.SOFTMAX_OF_CHOSEN: 1, ExpertScores.SIGMOID: 2}
 
 
 @NATIVE.implements(reference.make_expert_weight)
@@ -33,10 +33,16 @@ def make_expert_weight(
 
 
 @NATIVE.implements(reference.route_experts)
-def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+def route_experts(
+    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+) -> Routing:
     num_rows, num_experts = logits.shape
     assert logits.stride(1) == 1 or num_experts == 1
     assert rule.top_k <= num_experts == experts.total
+    assert num_experts % rule.num_groups == 0
+    assert rule.group_terms <= num_experts // rule.num_groups
+    if bias is not None:
+        assert is_vector(bias, num_experts, torch.float32)
     weights = torch.empty((num_rows, rule.top_k))
     slots = torch.empty((num_rows, rule.top_k), dtype=torch.int32)
     rows = torch.empty(num_rows * rule.top_k, dtype=torch.int32)
@@ -50,7 +56,12 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
         num_experts,
         rule.top_k,
         _SCORES[rule.scores],
+        _address(bias),
+        rule.num_groups,
+        rule.top_groups,
+        rule.group_terms,
         rule.normalizes,
+        rule.scale,
         rule.rounds,
         experts.start,
         experts.end,

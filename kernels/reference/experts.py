@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
-from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.experts import (
+    MIN_WEIGHT_SUM,
+    ExpertScores,
+    ExpertWeight,
+    Routing,
+    RoutingRule,
+)
 from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
 from kernels.reference.pointwise import gate_rows
@@ -40,7 +46,9 @@ def make_expert_weight(
 
 
 @kernel("logits.device", "logits.dtype")
-def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+def route_experts(
+    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+) -> Routing:
     """Chooses the experts of each row by their scores.
 
     NaN ranks above all numbers. Equal scores rank in the order of `torch.topk` on a CPU; with
@@ -50,14 +58,20 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
         logits: `[rows, num_experts]`, neighbouring columns adjacent.
         rule: how rows choose experts.
         experts: the experts of this rank.
+        bias: `[num_experts]` float32; added to the scores that rank experts and groups, but not to
+            the weights (arXiv:2408.15664).
     """
-    if rule.scores is ExpertScores.SOFTMAX:
-        weights, ids = torch.topk(logits.softmax(-1, dtype=torch.float32), rule.top_k)
-    else:
-        chosen, ids = torch.topk(logits, rule.top_k)
-        weights = chosen.softmax(-1, dtype=torch.float32)
+    scores = _scores(logits, rule)
+    ranking = scores if bias is None else scores + bias
+    if rule.top_groups < rule.num_groups:
+        ranking = _of_top_groups(ranking, rule)
+    ids = torch.topk(ranking, rule.top_k).indices
+    weights = scores.gather(1, ids)
+    if rule.scores is ExpertScores.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1, dtype=torch.float32)
     if rule.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_WEIGHT_SUM)
+    weights = weights * rule.scale
     if rule.rounds:
         weights = weights.to(logits.dtype).float()
     numbers = ids.flatten() - experts.start
@@ -74,6 +88,22 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
         (pairs // rule.top_k).int(),
         starts[:-1],
     )
+
+
+def _scores(logits: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """Returns the scores of all experts, `[rows, num_experts]`."""
+    if rule.scores is ExpertScores.SOFTMAX:
+        return logits.softmax(-1, dtype=torch.float32)
+    return logits.float().sigmoid() if rule.scores is ExpertScores.SIGMOID else logits
+
+
+def _of_top_groups(scores: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """Returns the scores, with minus infinity for those outside of each row's highest groups."""
+    groups = scores.unflatten(1, (rule.num_groups, -1))
+    group_scores = groups.topk(rule.group_terms).values.sum(-1)
+    ids = group_scores.topk(rule.top_groups).indices
+    is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, ids, value=False)
+    return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 @kernel("weight.data.device", "weight.data.dtype")

@@ -17,6 +17,7 @@ from kernels import (
     Activation,
     Cut,
     DrawTable,
+    ExpertScores,
     NormKind,
     RoutingRule,
     RuleTable,
@@ -32,6 +33,7 @@ from kernels.triton import (
     logit_rules,
     pointwise,
     recurrent,
+    routing,
     row_state,
     sampling,
 )
@@ -94,16 +96,20 @@ def _pointwise(dtype=BF16) -> None:
 def _experts(rows=1, dtype=BF16) -> None:
     hidden = torch.zeros(rows, 64, dtype=dtype)
     rule, cut = RoutingRule(8, normalizes=True), Cut.whole(128)
-    routing = experts.route_experts(torch.zeros(rows, 129, dtype=dtype)[:, :128], rule, cut)
+    routed = routing.route_experts(torch.zeros(rows, 129, dtype=dtype)[:, :128], rule, cut)
+    grouped = RoutingRule(
+        8, ExpertScores.SIGMOID, normalizes=True, num_groups=8, top_groups=4, group_terms=2
+    )
+    routing.route_experts(torch.zeros(rows, 128), grouped, cut, torch.zeros(128))
     up, down = (
         reference.make_expert_weight(128, *shape, dtype, CPU, use)
         for shape, use in (((64, 64), WeightUse.GATED_LINEAR), ((64, 32), WeightUse.LINEAR))
     )
-    wide = experts.expert_linear(hidden, up, routing, gathers=True)
-    outputs = experts.expert_linear(wide, down, routing, up.data[:, :, 0], gathers=False)
+    wide = experts.expert_linear(hidden, up, routed, gathers=True)
+    outputs = experts.expert_linear(wide, down, routed, up.data[:, :, 0], gathers=False)
     shared, gate = torch.zeros(rows, 64), torch.zeros(rows, 1, dtype=dtype)
     experts.combine_experts(
-        outputs, routing, shared=shared, shared_gate=gate, residual=hidden, out_dtype=FP32
+        outputs, routed, shared=shared, shared_gate=gate, residual=hidden, out_dtype=FP32
     )
 
 

@@ -28,7 +28,7 @@ enum class Activation : int64_t {
 // The use of an RMS norm's weight; see kernels.NormKind.
 enum class NormKind : int64_t { kRounded = 0, kWide = 1, kOffset = 2 };
 
-enum class ExpertScores : int64_t { kSoftmax = 0, kSoftmaxOfChosen = 1 };
+enum class ExpertScores : int64_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2 };
 
 enum class Code : int64_t {
   kLinear = 0,
@@ -302,7 +302,12 @@ struct RouteExperts {
   int64_t num_experts;
   int64_t top_k;
   ExpertScores scores;
+  const float* bias;  // [num_experts], for the ranking alone; or null
+  int64_t num_groups;
+  int64_t top_groups;
+  int64_t group_terms;
   int64_t normalizes;
+  double scale;
   int64_t rounds;
   int64_t first_expert;
   int64_t end_expert;
