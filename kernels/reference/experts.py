@@ -6,43 +6,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
-from kernels.experts import (
-    MIN_WEIGHT_SUM,
-    ExpertScores,
-    ExpertWeight,
-    Routing,
-    RoutingRule,
-)
+from kernels.experts import MIN_WEIGHT_SUM, ExpertScores, Routing, RoutingRule
 from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
 from kernels.reference.pointwise import gate_rows
-from kernels.weights import DenseWeight, Weight, WeightUse
+from kernels.weights import WeightStack, WeightUse
 
-__all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
-
-
-@kernel("device", "dtype")
-def make_expert_weight(
-    num_experts: int,
-    num_rows: int,
-    num_columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    use: WeightUse,
-) -> ExpertWeight:
-    """Allocates the matrices of several experts, to be filled through `ExpertWeight.rows`.
-
-    Args:
-        num_experts: number of experts.
-        num_rows: outputs of each expert.
-        num_columns: inputs of each expert.
-        dtype: of the elements.
-        device: that holds the weight.
-        use: LINEAR or GATED_LINEAR.
-    """
-    template = DenseWeight(num_rows, num_columns, use, torch.empty(0, dtype=dtype, device=device))
-    data = torch.empty((num_experts, num_rows, num_columns), dtype=dtype, device=device)
-    return ExpertWeight(num_experts * num_rows, num_columns, use, data, num_experts, template)
+__all__ = ["combine_experts", "expert_linear", "route_experts"]
 
 
 @kernel("logits.device", "logits.dtype")
@@ -109,7 +79,7 @@ def _of_top_groups(scores: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
 @kernel("weight.data.device", "weight.data.dtype")
 def expert_linear(
     hidden: torch.Tensor,
-    weight: ExpertWeight,
+    weight: WeightStack,
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
@@ -131,13 +101,13 @@ def expert_linear(
         `[rows * top_k, width]` by slot; slots that are not in use are undefined.
     """
     is_gated = weight.use is WeightUse.GATED_LINEAR
-    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
     out = hidden.new_empty(len(routing.rows), width)
     starts = routing.starts.tolist()
     for number, (start, end) in enumerate(pairwise(starts)):
         if start < end:
             inputs = hidden[routing.rows[start:end]] if gathers else hidden[start:end]
-            matrix = _dense(weight.expert(number))
+            matrix = weight.data[number]
             sums = F.linear(inputs, matrix, None if bias is None else bias[number])
             if is_gated:
                 gate, up = sums.chunk(2, dim=-1)
@@ -179,8 +149,3 @@ def combine_experts(
     if residual is not None:
         total += residual
     return total.to(out_dtype or outputs.dtype)
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    assert isinstance(weight, DenseWeight)
-    return weight.data

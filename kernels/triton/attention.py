@@ -31,8 +31,21 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Expects the elements of a head to be adjacent."""
+    if value_dim is not None:
+        return reference.paged_attention(
+            query,
+            kv_layer,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            kv_scales=kv_scales,
+            value_dim=value_dim,
+        )
     step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, sinks, kv_scales)
     step.check()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -6,12 +6,12 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
-from kernels.experts import ExpertWeight, Routing
+from kernels.experts import Routing
 from kernels.layer_kinds import Activation
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import gated, with_dense_columns
-from kernels.weights import DenseWeight, WeightUse
+from kernels.weights import DenseWeight, WeightStack, WeightUse
 
 __all__ = ["combine_experts", "expert_linear"]
 
@@ -19,7 +19,7 @@ __all__ = ["combine_experts", "expert_linear"]
 @TRITON.implements(reference.expert_linear)
 def expert_linear(
     hidden: torch.Tensor,
-    weight: ExpertWeight,
+    weight: WeightStack,
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
@@ -29,16 +29,16 @@ def expert_linear(
     assert isinstance(weight.template, DenseWeight)
     hidden = with_dense_columns(hidden)
     is_gated = weight.use is WeightUse.GATED_LINEAR
-    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
     num_slots = len(routing.rows)
     out = torch.empty((num_slots, width), dtype=hidden.dtype, device=hidden.device)
-    if not num_slots or not weight.num_experts:
+    if not num_slots or not weight.num_matrices:
         return out
     launch = launch_table(hidden.device).expert_linear.for_size(
-        triton.cdiv(num_slots, weight.num_experts)
+        triton.cdiv(num_slots, weight.num_matrices)
     )
     # As many tiles as there can be: every expert may have one that is not full.
-    num_tiles = min(num_slots, triton.cdiv(num_slots, launch.block_m) + weight.num_experts)
+    num_tiles = min(num_slots, triton.cdiv(num_slots, launch.block_m) + weight.num_matrices)
     _expert_linear_kernel[(num_tiles, triton.cdiv(width, launch.block_n))](
         hidden,
         weight.data,
@@ -49,10 +49,10 @@ def expert_linear(
         hidden.stride(0),
         weight.num_columns,
         width,
-        weight.num_experts,
+        weight.num_matrices,
         ACTIVATION=activation.value if is_gated else 0,
         GATHERS=gathers,
-        BLOCK_E=triton.next_power_of_2(weight.num_experts),
+        BLOCK_E=triton.next_power_of_2(weight.num_matrices),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,

@@ -227,7 +227,7 @@ def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype:
     for layer in range(LAYERS):
         key, value = (states[3, layer, index].transpose(0, 1) for index in (0, 1))
         slots = torch.arange(4 * 7, 4 * 8)
-        write_kv(key, value, views.states[:, layer], slots, views.scales[:, layer])
+        write_kv((key, value), views.states[:, layer], slots, views.scales[:, layer])
 
     scatter(target, gather(source, [3]), [7])
 

@@ -1,6 +1,6 @@
 """Checks of kernels of mixtures of experts, for any implementation of them.
 
-`ops` is a module or object with `make_expert_weight`, `route_experts`, `expert_linear` and
+`ops` is a module or object with `make_weight_stack`, `route_experts`, `expert_linear` and
 `combine_experts`.
 """
 
@@ -115,7 +115,7 @@ def expected_choices(logits, rule, bias):
 def filled_experts(ops, matrices, use, device):
     """Returns a weight that holds `[num_experts, rows, columns]`, filled in parts."""
     num_experts, num_rows, _ = matrices.shape
-    weight = ops.make_expert_weight(*matrices.shape, matrices.dtype, device, use)
+    weight = ops.make_weight_stack(*matrices.shape, matrices.dtype, device, use)
     count = num_rows // 2 if use is WeightUse.GATED_LINEAR else num_rows
     for number in range(num_experts):
         for first in range(0, num_rows, count):

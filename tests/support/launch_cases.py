@@ -102,7 +102,7 @@ def _experts(rows=1, dtype=BF16) -> None:
     )
     routing.route_experts(torch.zeros(rows, 128), grouped, cut, torch.zeros(128))
     up, down = (
-        reference.make_expert_weight(128, *shape, dtype, CPU, use)
+        reference.make_weight_stack(128, *shape, dtype, CPU, use)
         for shape, use in (((64, 64), WeightUse.GATED_LINEAR), ((64, 32), WeightUse.LINEAR))
     )
     wide = experts.expert_linear(hidden, up, routed, gathers=True)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = SimpleNamespace(
-    make_expert_weight=reference.make_expert_weight,
+    make_weight_stack=reference.make_weight_stack,
     route_experts=routing.route_experts,
     expert_linear=experts.expert_linear,
     combine_experts=experts.combine_experts,
