@@ -29,6 +29,7 @@ from kernels.triton import (
     blocks,
     cache,
     experts,
+    latent,
     linear,
     logit_rules,
     pointwise,
@@ -38,6 +39,7 @@ from kernels.triton import (
     sampling,
 )
 from kernels.triton.draw_thresholds import find_thresholds
+from tests.support import latent_cases
 from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
 from tests.support.preparation_cases import make_case as preparation_case
@@ -75,6 +77,26 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, **
     )
     case = case.quantized() if is_narrow else case
     case.attend(window, module=attention)
+
+
+def _attend_latent(spans, dtype=BF16, *, is_narrow=False, num_heads=16) -> None:
+    case = attention_case(
+        spans,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=576,
+        value_dim=512,
+        block_size=16,
+        dtype=dtype,
+    )
+    case = case.quantized() if is_narrow else case
+    case.attend(module=attention)
+
+
+def _write_latent(dtype=BF16, *, is_narrow=False) -> None:
+    sizes = {"num_heads": 16, "plain_dim": 128, "latent_dim": 512, "rotary_dim": 64}
+    case = latent_cases.make_case(block_size=16, dtype=dtype, module=latent, **sizes)
+    (latent_cases.quantized(case) if is_narrow else case).run()
 
 
 def _pointwise(dtype=BF16) -> None:
@@ -234,6 +256,12 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prompts, 8 bits": partial(_attend, PROMPTS, is_narrow=True),
     "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
     "prompts, float32": partial(_attend, PROMPTS, FP32),
+    "decode, latent": partial(_attend_latent, DECODE),
+    "decode, latent, 8 bits": partial(_attend_latent, DECODE, is_narrow=True),
+    "decode, latent, float32": partial(_attend_latent, DECODE, FP32),
+    "prompts, latent": partial(_attend_latent, PROMPTS, num_heads=128),
+    "write latent": _write_latent,
+    "write latent, 8 bits, float16": partial(_write_latent, FP16, is_narrow=True),
     "draws": _draws,
     "thresholds": _thresholds,
     "rules": _rules,
