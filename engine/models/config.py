@@ -48,6 +48,8 @@ class ModelConfig(ABC):
     component of a tensor's name, or several.
     `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
     ascending order.
+    `num_kv_parts` is 2 for K and V, and 1 for models that cache one latent vector per token, whose
+    `num_kv_heads` is 1 and whose `head_dim` is that vector's width.
     """
 
     vocab_size: int
@@ -63,6 +65,7 @@ class ModelConfig(ABC):
     logit_cap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     recurrent_layers: tuple[int, ...] = ()
+    num_kv_parts: int = 2
 
     @property
     def state_shapes(self) -> tuple["StateShape", ...]:

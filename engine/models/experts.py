@@ -17,7 +17,7 @@ from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig
 from engine.models.expert_storage import expert_biases, expert_matrices
 from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
 from engine.models.tensor_parts import TensorPart
-from kernels import Activation, Cut, ExpertWeight, RankGroup, Routing, WeightUse
+from kernels import Activation, Cut, RankGroup, Routing, WeightStack, WeightUse
 
 __all__ = ["ExpertLinear", "SparseMlp"]
 
@@ -46,11 +46,11 @@ class ExpertLinear(PackedModule):
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         shape = self.experts.size, self._rows_per_expert, self.weight.num_columns
-        self.weight = kernels.make_expert_weight(*shape, dtype, device, self.weight.use)
+        self.weight = kernels.make_weight_stack(*shape, dtype, device, self.weight.use)
 
     def forward(self, hidden: torch.Tensor, routing: Routing, *, gathers: bool) -> torch.Tensor:
         """Computes `[rows * top_k, width]` by slot; see `kernels.expert_linear`."""
-        assert isinstance(self.weight, ExpertWeight)
+        assert isinstance(self.weight, WeightStack)
         return kernels.expert_linear(
             hidden, self.weight, routing, self.bias, gathers=gathers, activation=self._activation
         )

@@ -149,6 +149,7 @@ class DraftModel(Drafter):
             block_size=config.block_size,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,
+            num_parts=loaded.num_kv_parts,
         )
         self.block_bytes = self._layout.block_bytes
         self._rows = Rows(1, config.max_running, self._max_blocks)

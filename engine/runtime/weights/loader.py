@@ -73,11 +73,12 @@ class LoadedModel:
         sliding_windows: per layer, the number of tokens a query sees, itself
             included; None for all.
         num_kv_heads: number of heads of the KV cache.
-        head_dim: width of a head.
+        head_dim: width of a head of the KV cache.
         dtype: type of weights and activations: "float32", "bfloat16" or "float16".
         tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
         weight_bytes: size of the weights of the part that was loaded.
         shares_weights: whether other processes may have the same memory for them.
+        num_kv_parts: 2 if the KV cache has K and V, 1 if it has latent vectors.
     """
 
     model: CausalModel
@@ -92,6 +93,7 @@ class LoadedModel:
     tokenizer_digest: str = ""
     weight_bytes: int = 0
     shares_weights: bool = False
+    num_kv_parts: int = 2
 
 
 def load_model(
@@ -180,6 +182,7 @@ def load_model(
         tokenizer_digest=checkpoint.files.tokenizer_digest(),
         weight_bytes=weight_bytes,
         shares_weights=shares_weights,
+        num_kv_parts=model.config.num_kv_parts,
     )
 
 
