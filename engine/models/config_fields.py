@@ -75,6 +75,10 @@ class ConfigFields:
         default = self._defaults[name]
         return self._given.get(name, self._given.get(other, default))
 
+    def default(self, name: str) -> Any:
+        """The default of a field that the family reads."""
+        return self._defaults[name]
+
     def optional(self, name: str) -> Any:
         """A field of any type, or its default; None if it is absent and has none."""
         return self.value(name) if self.has(name) else self.raw(name)

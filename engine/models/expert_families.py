@@ -6,17 +6,31 @@ from dataclasses import replace
 from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
-from engine.models.expert_config import experts_config, softmax_rule
+from engine.models.expert_config import (
+    ExpertsConfig,
+    experts_config,
+    grouped_experts_config,
+    softmax_rule,
+)
 from engine.models.expert_storage import ExpertStorage
 from kernels import CLAMP_LIMIT, CLAMP_SLOPE, Activation, ExpertScores, NormKind, RoutingRule
 
 __all__ = [
+    "SHARED_EXPERT_NAMES",
+    "glm4_moe_config",
     "gpt_oss_config",
     "mixtral_config",
     "olmoe_config",
     "qwen2_moe_config",
     "qwen3_moe_config",
+    "sigmoid_experts_config",
 ]
+
+SHARED_EXPERT_NAMES = {
+    "shared_expert": "shared_experts",
+    "ranking_bias": "gate.e_score_correction_bias",
+}
+"""DeepSeek's names of the experts that all tokens have, as one, and of the ranking's bias."""
 
 
 def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
@@ -98,6 +112,28 @@ def gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
             storage=ExpertStorage.INTERLEAVED,
         ),
     )
+
+
+def glm4_moe_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GLM-4.5 mixture: Llama's attention, DeepSeek-V3's experts."""
+    return replace(
+        decoder_config(fields),
+        output_bias=False,
+        qk_norm=QkNorm.HEAD if fields.flag("use_qk_norm") else QkNorm.NONE,
+        experts=sigmoid_experts_config(fields),
+        names=SHARED_EXPERT_NAMES,
+    )
+
+
+def sigmoid_experts_config(fields: ConfigFields) -> ExpertsConfig:
+    """Reads the mixtures of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2)."""
+    rule = RoutingRule(
+        1, ExpertScores.SIGMOID, normalizes=fields.flag("norm_topk_prob"), group_terms=2
+    )
+    for name in ("scoring_func", "topk_method"):
+        if fields.value(name) != fields.default(name):
+            raise unsupported(name, fields.value(name))
+    return replace(grouped_experts_config(fields, rule), has_ranking_bias=True)
 
 
 def _method_of(quantization: object) -> object:

@@ -26,6 +26,7 @@ from engine.models.decoder_families import (
     smollm3_config,
 )
 from engine.models.expert_families import (
+    glm4_moe_config,
     gpt_oss_config,
     mixtral_config,
     olmoe_config,
@@ -79,6 +80,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
+        "Glm4MoeForCausalLM": ModelFamily("glm4_moe", glm4_moe_config, Decoder),
         "GptOssForCausalLM": ModelFamily("gpt_oss", gpt_oss_config, Decoder),
         "GraniteForCausalLM": ModelFamily("granite", granite_config, Decoder),
         "Lfm2ForCausalLM": ModelFamily("lfm2", lfm2_config, Lfm2),

@@ -440,6 +440,8 @@ def _randomize(model: Any, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(noise, type(module).__name__, name))
+        if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
 
 
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:

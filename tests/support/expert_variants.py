@@ -47,6 +47,23 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Groups of three experts, of which a token chooses two; a layer with an MLP first.
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": 11},
