@@ -78,18 +78,6 @@ _QWEN_DELTA = _DECODER | {
 }
 # The layers that have experts, and the weights of these.
 _SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
-# Sigmoid scores, and layers without experts before those that have some.
-_SIGMOID_EXPERTS = {
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 1.0,
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": _DECODER | _BIASES,
@@ -159,24 +147,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rms_norm_eps": 1.5625e-7,
             "partial_rotary_factor": 0.5,
             "attention_bias": True,
-        },
-        "glm4_moe": _DECODER
-        | _SIGMOID_EXPERTS
-        | {
-            "vocab_size": 151552,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "head_dim": 128,  # of all checkpoints; 96 heads do not divide the hidden size
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": False,
-            "use_qk_norm": False,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 128,
         },
         "ernie4_5": _DECODER
         | {

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
@@ -311,7 +311,7 @@ def tiny_checkpoint(variant: str) -> Path:
     import transformers
 
     decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | HYBRIDS | SIX_HEADS | FOUR_LAYERS
-    family, overrides = (decoders | EXPERT_VARIANTS)[variant]
+    family, overrides = (decoders | EXPERT_VARIANTS | LATENT_VARIANTS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
