@@ -26,6 +26,10 @@ from engine.models.decoder_families import (
     smollm3_config,
 )
 from engine.models.expert_families import (
+    deepseek_v2_config,
+    deepseek_v3_config,
+    glm4_moe_config,
+    glm4_moe_lite_config,
     gpt_oss_config,
     mixtral_config,
     olmoe_config,
@@ -75,10 +79,14 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "CohereForCausalLM": ModelFamily("cohere", cohere_config, Decoder),
         "Cohere2ForCausalLM": ModelFamily("cohere2", cohere2_config, Decoder),
+        "DeepseekV2ForCausalLM": ModelFamily("deepseek_v2", deepseek_v2_config, Decoder),
+        "DeepseekV3ForCausalLM": ModelFamily("deepseek_v3", deepseek_v3_config, Decoder),
         "Ernie4_5ForCausalLM": ModelFamily("ernie4_5", ernie4_5_config, Decoder),
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
+        "Glm4MoeForCausalLM": ModelFamily("glm4_moe", glm4_moe_config, Decoder),
+        "Glm4MoeLiteForCausalLM": ModelFamily("glm4_moe_lite", glm4_moe_lite_config, Decoder),
         "GptOssForCausalLM": ModelFamily("gpt_oss", gpt_oss_config, Decoder),
         "GraniteForCausalLM": ModelFamily("granite", granite_config, Decoder),
         "Lfm2ForCausalLM": ModelFamily("lfm2", lfm2_config, Lfm2),

@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -76,7 +77,12 @@ class StoredModule(nn.Module, ABC):
     """A module that says how the checkpoint stores its weights.
 
     Of other modules, each parameter is a whole tensor of the checkpoint.
+
+    Attributes:
+        parameter_dtype: type of its parameters; None for the type of the model's weights.
     """
+
+    parameter_dtype: ClassVar[torch.dtype | None] = None
 
     @abstractmethod
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:

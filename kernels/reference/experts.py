@@ -69,7 +69,8 @@ def _scores(logits: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
 
 def _of_top_groups(scores: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     """Returns the scores, with minus infinity for those outside of each row's highest groups."""
-    groups = scores.unflatten(1, (rule.num_groups, -1))
+    num_rows, num_experts = scores.shape
+    groups = scores.view(num_rows, rule.num_groups, num_experts // rule.num_groups)
     group_scores = groups.topk(rule.group_terms).values.sum(-1)
     ids = group_scores.topk(rule.top_groups).indices
     is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, ids, value=False)

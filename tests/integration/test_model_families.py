@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
     reference_model,
     tiny_checkpoint,
 )
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 from tests.support.paged_session import PagedSession, loaded
 
 # Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
@@ -64,7 +64,7 @@ def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("variant", "schedule"),
     [
-        *product([*VARIANTS, *HYBRIDS], SCHEDULES),
+        *product([*VARIANTS, *HYBRIDS, *LATENT_VARIANTS], SCHEDULES),
         *product([*DECODER_VARIANTS, *EXPERT_VARIANTS], ["chunks", "decode beside prefill"]),
     ],
 )
@@ -86,7 +86,9 @@ def test_logits_match_transformers(variant, schedule):
         torch.testing.assert_close(logits, reference_logits(variant, seed, length), **tolerance)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS])
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS, *LATENT_VARIANTS]
+)
 def test_greedy_tokens_match_transformers(variant):
     prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
     num_tokens = 12

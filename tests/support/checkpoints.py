@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
@@ -311,7 +311,7 @@ def tiny_checkpoint(variant: str) -> Path:
     import transformers
 
     decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | HYBRIDS | SIX_HEADS | FOUR_LAYERS
-    family, overrides = (decoders | EXPERT_VARIANTS)[variant]
+    family, overrides = (decoders | EXPERT_VARIANTS | LATENT_VARIANTS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -440,6 +440,8 @@ def _randomize(model: Any, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(noise, type(module).__name__, name))
+        if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
 
 
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:

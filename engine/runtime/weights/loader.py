@@ -28,7 +28,7 @@ from baton.common.model_files.gguf import GgufFile
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import TensorPart, WeightTarget
+from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
@@ -227,8 +227,9 @@ def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device)
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.allocate(dtype, device)
+        own_dtype = module.parameter_dtype if isinstance(module, StoredModule) else None
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            memory = torch.empty(parameter.shape, dtype=own_dtype or dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
