@@ -130,14 +130,16 @@ class PoolShare:
         )
 
     def states_of(self, states: StateLayout) -> StateLayout:
-        """Returns the layout of the part of a slot that has these heads and layers."""
+        """Returns the layout of the part of a slot that has these heads and layers; that of a slot
+        of one slice has one slice, too.
+        """
         parts = [replace(part, num_heads=part.num_heads // self.degree) for part in states.parts]
         return replace(
             states,
             num_layers=states.num_layers // self.num_stages,
             parts=tuple(parts),
-            num_layer_slices=states.num_layer_slices // self.num_stages,
-            num_head_slices=states.num_head_slices // self.degree,
+            num_layer_slices=max(1, states.num_layer_slices // self.num_stages),
+            num_head_slices=max(1, states.num_head_slices // self.degree),
         )
 
 
