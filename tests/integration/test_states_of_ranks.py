@@ -22,13 +22,21 @@ BLOCK = 8
 NUM_TOKENS = 9
 PROMPT, OTHER = (tuple(prompt_of(70, seed=seed)) for seed in (1, 2))
 OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+# Most of these draft tokens are refused.
+DRAFTS: dict[str, object] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+    }
+}
 CASES = [
     ("lfm2_biased", 2, 1, OVERLAPPED),
     ("lfm2_six_heads", 3, 1, {}),
-    ("qwen3_5", 2, 1, {}),
+    ("qwen3_5", 2, 1, DRAFTS),
     ("qwen3_next_six_heads", 3, 1, OVERLAPPED),  # and five experts
-    ("lfm2_biased_four_layers", 1, 2, OVERLAPPED),
-    ("qwen3_5_four_layers", 1, 2, {}),
+    ("lfm2_biased_four_layers", 1, 2, {}),
+    ("qwen3_5_four_layers", 1, 2, {**DRAFTS, **OVERLAPPED}),
     ("qwen3_next_four_layers", 2, 2, OVERLAPPED),
 ]
 
