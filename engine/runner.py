@@ -27,7 +27,7 @@ class ModelInfo:
         fingerprint: digest of config and weights.
         layout: shape of a KV block, which holds the layers of one layer group.
         windows: per layer group of attention layers, as in `engine.kv_cache.spec.KvCacheSpec`.
-        states: shape of a slot; None for a model without recurrent layers.
+        states: shape of a slot of the whole model; None for a model without recurrent layers.
         tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
     """
 
@@ -109,7 +109,9 @@ class Runner(Protocol):
 
     @property
     def kv_pool(self) -> Any:
-        """The pool, a tensor `[num_blocks, *info.layout.block_shape]`."""
+        """The pool, a tensor of blocks of the shape `info.layout.block_shape`: `num_blocks` for
+        tokens, and behind them those that hold the slots.
+        """
 
     def check_extra_args(self, args: Mapping[str, Any]) -> None:
         """Refuses a request's `extra_args`. Any thread may call it.

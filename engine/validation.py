@@ -51,11 +51,6 @@ def why_no_states(config: EngineConfig) -> str:
             f"--kv-connector is {config.kv_connector}, but KV connectors cannot transfer states "
             "yet: leave it out, and let one engine compute prompts and answers"
         )
-    if config.num_ranks > 1:
-        return (
-            "--tensor-parallel-size and --pipeline-parallel-size must be 1, as ranks cannot share "
-            "states yet"
-        )
     speculative = config.speculative_config
     if speculative is not None and speculative.has_model:
         return (

@@ -42,6 +42,7 @@ def derive_namespace(
     block_size: int,
     num_head_slices: int = 1,
     num_layer_slices: int = 1,
+    states: str = "",
 ) -> bytes:
     """Returns a digest of everything KV bytes depend on except tokens, LoRA and salt.
 
@@ -55,10 +56,13 @@ def derive_namespace(
         block_size: tokens per block.
         num_head_slices: number of slices of a block's heads.
         num_layer_slices: number of slices of its layers.
+        states: layout of the states of recurrent layers; empty for a model without.
     """
     slices = [num_head_slices.to_bytes(4, "little")] if num_head_slices != 1 else []
     if num_layer_slices != 1:
         slices += [b"layers", num_layer_slices.to_bytes(4, "little")]
+    if states:
+        slices += [b"states", states.encode()]
     return _hash(
         b"namespace",
         KEY_FORMAT_VERSION.to_bytes(4, "little"),
@@ -78,6 +82,7 @@ def describe_namespace(
     block_size: int,
     num_head_slices: int = 1,
     num_layer_slices: int = 1,
+    states: str = "",
 ) -> str:
     """Returns the contents of `derive_namespace` in words, for people who compare two.
 
@@ -88,12 +93,13 @@ def describe_namespace(
         block_size: see there.
         num_head_slices: see there; shown if there is more than one.
         num_layer_slices: see there; shown if there is more than one.
+        states: see there; shown if there are any.
     """
     slices = f"{num_head_slices} head slices, " if num_head_slices != 1 else ""
     slices += f"{num_layer_slices} layer slices, " if num_layer_slices != 1 else ""
     return (
         f"model {model_fingerprint[:12]}, {kv_dtype}, {block_size} tokens per block, "
-        f"{slices}layout {layout_version}"
+        f"{slices}layout {layout_version}" + (f", {states}" if states else "")
     )
 
 

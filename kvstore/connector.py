@@ -108,11 +108,12 @@ class KvConnectorWorker(ABC):
         """Receives the KV pool. Called once, before the first job.
 
         Args:
-            pool: the tensor `[num_blocks, *layout.block_shape]`.
+            pool: the tensor `[num_blocks, *layout.block_shape]`. If `form` has states, the slots
+                for these lie in further blocks behind `share.num_blocks` blocks for tokens.
             layout: the shape and type of the pool's blocks.
             form: how blocks look between engines; None if they look as in the pool.
                 `kvstore.transfer_form.BlockSlicing.of` computes how the pool is cut for it.
-            share: which of the model's KV heads the pool has.
+            share: which of the model's KV heads and layers the pool has.
 
         Raises:
             ConfigurationError: the pool cannot be cut that way; names the flag.

@@ -21,7 +21,8 @@ Pure: imports no torch. `kvstore.mover.pool_objects.view_blocks` makes tensors o
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 __all__ = [
     "DTYPE_BYTES",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 LAYOUT_VERSION = 1
+_STATE_LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 FP8 = "fp8_e4m3"
 SCALE_BYTES = DTYPE_BYTES["float32"]
@@ -118,30 +120,74 @@ class StatePart:
 class StateLayout:
     """Shape of one slot: the states of all recurrent layers of a model at one position.
 
-    A slot lies in memory layer after layer, and in each layer part after part. Each part begins
-    at a multiple of 16 bytes.
+        slot   [layer slices, head slices, bytes of a slice, filled up to whole units]
+        slice  [layers of a slice, parts, heads of a slice, width]
+
+    Each part of a slice's layer begins at a multiple of 16 bytes. A slot that no engine transfers
+    is one slice.
 
     Attributes:
         num_layers: number of recurrent layers.
         parts: of one layer's state.
+        num_layer_slices: number of equal parts of the layers.
+        num_head_slices: number of equal parts of the heads of each part.
+        unit_bytes: a slice is a whole number of units of this size, which are transferred.
     """
 
     num_layers: int
     parts: tuple[StatePart, ...]
+    num_layer_slices: int = 1
+    num_head_slices: int = 1
+    unit_bytes: int = _ALIGNMENT
+
+    def sliced(self, num_layer_slices: int, num_head_slices: int, unit_bytes: int) -> Self:
+        """Returns the layout of the same states in slots that are cut differently."""
+        return replace(
+            self,
+            num_layer_slices=num_layer_slices,
+            num_head_slices=num_head_slices,
+            unit_bytes=unit_bytes,
+        )
 
     @property
     def part_offsets(self) -> tuple[int, ...]:
-        """For each part, the byte of a layer's state at which it begins."""
-        sizes = [-(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT for part in self.parts]
+        """For each part, the byte of a layer's state in a slice at which it begins."""
+        sizes = [_align(part.num_bytes // self.num_head_slices) for part in self.parts]
         return tuple([sum(sizes[:index]) for index in range(len(sizes))])
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's state."""
-        end = self.part_offsets[-1] + self.parts[-1].num_bytes
-        return -(-end // _ALIGNMENT) * _ALIGNMENT
+        """Bytes of one layer's state in a slice."""
+        return _align(self.part_offsets[-1] + self.parts[-1].num_bytes // self.num_head_slices)
+
+    @property
+    def units(self) -> int:
+        """Number of units of a slice."""
+        num_layers = self.num_layers // self.num_layer_slices
+        return -(-num_layers * self.layer_bytes // self.unit_bytes)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice."""
+        return self.units * self.unit_bytes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.num_layers * self.layer_bytes
+        return self.num_layer_slices * self.num_head_slices * self.slice_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states in a slot, without what fills up its slices."""
+        return self.num_layers * sum(part.num_bytes for part in self.parts)
+
+    def describe(self) -> str:
+        """Returns in words what the bytes of the states depend on, except how they are cut."""
+        parts = ", ".join(
+            f"{part.name} [{part.num_heads}, {part.width}] {part.dtype}" for part in self.parts
+        )
+        return f"{self.num_layers} states of {parts}, state layout {_STATE_LAYOUT_VERSION}"
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -11,6 +11,14 @@ slices of its layers and of its heads, and the element type. Pool block `b` is c
 blocks `b * n` to `b * n + n - 1`, and each of these into one object per layer slice and head slice
 that the pool has. Jobs name transfer blocks; stores and peers move objects.
 
+A pool of a model with recurrent layers has slots for their states behind its `num_blocks` blocks
+(`kvstore.layout.StateLayout`). A slot is cut into the same slices, and each slice into `units`
+objects, so its states are moved as `units` further transfer blocks: unit `u` of slot `s` is number
+`num_blocks * n + s * units + u`. States are bytes, which no form converts. So a slot lies in memory
+in whole objects, which are as long as those of blocks:
+
+    slot        [slices here, units, bytes of an object]
+
 Pure: imports no torch. `kvstore.mover.pool_objects` reads and writes the bytes.
 """
 
@@ -21,7 +29,7 @@ from functools import cached_property, lru_cache
 
 from baton.common.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
-from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
+from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout, StateLayout
 
 __all__ = ["WHOLE", "BlockSlicing", "PoolShare", "RangeError", "TransferForm", "object_runs"]
 
@@ -37,12 +45,15 @@ class TransferForm:
             degree of tensor parallelism.
         num_layer_slices: number of equal parts of a block's layers; a multiple of every tier's
             number of pipeline stages. Each can be saved once its layers are computed.
+        states: layout of the states of the whole model's recurrent layers; None for a model
+            without.
     """
 
     block_size: int
     dtype: str
     num_head_slices: int = 1
     num_layer_slices: int = 1
+    states: StateLayout | None = None
 
     @classmethod
     def of(cls, layout: KvLayout) -> "TransferForm":
@@ -58,6 +69,7 @@ class TransferForm:
             block_size=self.block_size,
             num_head_slices=self.num_head_slices,
             num_layer_slices=self.num_layer_slices,
+            states=self.states.describe() if self.states is not None else "",
         )
 
     def describe(self, model_fingerprint: bytes) -> str:
@@ -69,6 +81,7 @@ class TransferForm:
             block_size=self.block_size,
             num_head_slices=self.num_head_slices,
             num_layer_slices=self.num_layer_slices,
+            states=self.states.describe() if self.states is not None else "",
         )
 
 
@@ -76,17 +89,22 @@ class TransferForm:
 class PoolShare:
     """The KV heads and the layers of a model that a pool has, each one of several equal parts.
 
+    The heads of states are divided in the same way.
+
     Attributes:
         rank: number of the part of the heads.
         degree: number of parts of the heads.
         stage: number of the part of the layers, as pipelines divide them.
         num_stages: number of parts of the layers.
+        num_blocks: number of the pool's blocks for tokens, behind which its slots for states lie;
+            without meaning if it has none.
     """
 
     rank: int = 0
     degree: int = 1
     stage: int = 0
     num_stages: int = 1
+    num_blocks: int = 0
 
     @classmethod
     def of(
@@ -111,6 +129,19 @@ class PoolShare:
             layout,
             num_kv_heads=layout.num_kv_heads // self.degree,
             num_layers=layout.num_layers // self.num_stages,
+        )
+
+    def states_of(self, states: StateLayout) -> StateLayout:
+        """Returns the layout of the part of a slot that has these heads and layers; that of a slot
+        of one slice has one slice, too.
+        """
+        parts = [replace(part, num_heads=part.num_heads // self.degree) for part in states.parts]
+        return replace(
+            states,
+            num_layers=states.num_layers // self.num_stages,
+            parts=tuple(parts),
+            num_layer_slices=max(1, states.num_layer_slices // self.num_stages),
+            num_head_slices=max(1, states.num_head_slices // self.degree),
         )
 
 
@@ -176,6 +207,17 @@ class BlockSlicing:
             whole = SCALE_BYTES // math.gcd(SCALE_BYTES, layout.head_dim)
             limit = f"a multiple of {whole} for {form.dtype} and heads of {layout.head_dim}"
             raise _bad_form("block-size", form.block_size, limit)
+        if form.states is not None:
+            self._check_states(form.states)
+
+    def _check_states(self, states: StateLayout) -> None:
+        if states.num_layers % self.form.num_layer_slices:
+            limit = f"a divisor of the {states.num_layers} recurrent layers"
+            raise _bad_form("layer-slices", self.form.num_layer_slices, limit)
+        for part in states.parts:
+            if part.num_heads % self.form.num_head_slices:
+                limit = f"a divisor of the {part.num_heads} heads of the states' {part.name}"
+                raise _bad_form("head-slices", self.form.num_head_slices, limit)
 
     @cached_property
     def transfer_blocks(self) -> int:
@@ -228,11 +270,53 @@ class BlockSlicing:
         return tuple(slice_key(key, number) for key in keys for number in self.slice_numbers)
 
     def object_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the numbers of the objects of transfer blocks, in order."""
+        """Returns the numbers of the objects of transfer blocks, in order.
+
+        In a native form they count the objects from the beginning of the pool's memory. In others,
+        those of slots count from where the slots begin, on from the number of all others.
+        """
         count = self.objects_per_block
         if count == 1:
             return tuple(block_ids)
-        return tuple(block * count + index for block in block_ids for index in range(count))
+        object_ids: list[int] = []
+        for block in block_ids:
+            start, step = block * count, 1
+            if self.holds_state(start):
+                assert self.slots is not None
+                step = self.slots.units
+                unit = (block - self.first_state_object // count) % step
+                start = (block - unit) * count + unit
+            object_ids += range(start, start + count * step, step)
+        return tuple(object_ids)
+
+    def objects_in(self, num_blocks: int) -> int:
+        """Returns the number of the objects of a pool's blocks for tokens.
+
+        Args:
+            num_blocks: number of all its blocks, those with slots included.
+        """
+        if self.form.states is not None:
+            num_blocks = self.share.num_blocks
+        return num_blocks * self.transfer_blocks * self.objects_per_block
+
+    @cached_property
+    def slots(self) -> StateLayout | None:
+        """Layout of the pool's slots; None without any."""
+        form = self.form
+        if form.states is None:
+            return None
+        object_bytes = self.object_layout.block_bytes
+        slots = form.states.sliced(form.num_layer_slices, form.num_head_slices, object_bytes)
+        return self.share.states_of(slots)
+
+    @cached_property
+    def first_state_object(self) -> int:
+        """Number of the first object of a slot."""
+        return self.share.num_blocks * self.transfer_blocks * self.objects_per_block
+
+    def holds_state(self, object_id: int) -> bool:
+        """Whether an object belongs to a slot, rather than to a block."""
+        return self.form.states is not None and object_id >= self.first_state_object
 
     @cached_property
     def slice_numbers(self) -> tuple[int, ...]:
@@ -255,8 +339,13 @@ def object_runs(
 
     Returns:
         The pool block, and (offset, number of bytes) of the runs in it that make up the object, in
-        order; None if the types differ, so that no bytes of the pool are the object's.
+        order; None if the types differ, so that no bytes of the pool are the object's. For an
+        object of a slot, the block is that at which the slots begin.
     """
+    if slicing.holds_state(object_id):
+        num_bytes = slicing.object_layout.block_bytes
+        offset = (object_id - slicing.first_state_object) * num_bytes
+        return slicing.share.num_blocks, ((offset, num_bytes),)
     if slicing.layout.dtype != slicing.form.dtype:
         return None
     block_id, index = divmod(object_id, slicing.transfer_blocks * slicing.objects_per_block)

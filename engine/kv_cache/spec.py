@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
+from kvstore.layout import KvLayout, StateLayout
+from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 __all__ = [
     "KvCacheSpec",
@@ -28,6 +30,7 @@ __all__ = [
     "StateSpacing",
     "default_state_interval",
     "group_layers",
+    "slicing_of",
     "spec_of",
 ]
 
@@ -269,6 +272,29 @@ def spec_of(config: EngineConfig, info: ModelInfo) -> KvCacheSpec:
     return KvCacheSpec(config.block_size, info.windows, max_chunk, states)
 
 
+def slicing_of(config: EngineConfig, layout: KvLayout, states: StateLayout | None) -> BlockSlicing:
+    """Returns how an engine's blocks and slots are cut for transfers between tiers.
+
+    Args:
+        config: the engine's flags.
+        layout: shape of the whole model's blocks.
+        states: shape of its slots, however these are cut; None for a model without.
+
+    Raises:
+        ConfigurationError: they cannot be cut that way; names the flag.
+    """
+    is_auto = config.kv_transfer_dtype == "auto"
+    form = TransferForm(
+        config.transfer_block_size,
+        layout.dtype if is_auto else config.kv_transfer_dtype,
+        config.kv_transfer_head_slices
+        or PoolShare.of(0, config.tensor_parallel_size, layout.num_kv_heads).degree,
+        config.transfer_layer_slices,
+        states,
+    )
+    return BlockSlicing(layout, form)
+
+
 def default_state_interval(info: ModelInfo) -> int:
     """Returns after how many tokens a running sequence keeps its state unless a flag says it.
 
@@ -279,5 +305,5 @@ def default_state_interval(info: ModelInfo) -> int:
     assert info.states is not None, "the model has recurrent layers"
     size = info.layout.block_size
     block_bytes = info.layout.block_bytes * len(info.windows)
-    num_blocks = -(-_KV_PER_STATE * info.states.slot_bytes // block_bytes)
+    num_blocks = -(-_KV_PER_STATE * info.states.state_bytes // block_bytes)
     return size * min(num_blocks, max(1, _MAX_INTERVAL // size))

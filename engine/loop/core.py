@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from engine.batch import ScheduledBatch
 from engine.config import EngineConfig
 from engine.constraints.grammars import Grammars
+from engine.kv_cache.spec import slicing_of
 from engine.loop.step_loop import OneStepLoop, OverlappedLoop
 from engine.metrics.counts import EngineMetrics, StepTimer
 from engine.request import EngineOutput, EngineRequest
@@ -30,7 +31,7 @@ from engine.validation import check_request, check_states
 from kvstore.connector import Connector, null_connector
 from kvstore.guard.metrics import KvMetrics, TransferMetrics
 from kvstore.guard.status import BackendStatus
-from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
+from kvstore.transfer_form import PoolShare
 
 __all__ = ["EngineCore", "OnOutputs"]
 
@@ -75,7 +76,7 @@ class EngineCore:
         self.config = config
         self.info: ModelInfo = runner.info
         self.num_blocks = runner.num_blocks
-        self.form = _form_of(config, runner.info)
+        self.form = slicing_of(config, runner.info.layout, runner.info.states).form
         self.namespace = self.form.namespace(runner.info.fingerprint)
         self.kv_metrics = KvMetrics()
         self.metrics = EngineMetrics()
@@ -120,7 +121,8 @@ class EngineCore:
         """Prepares the connector's worker half; returns the metrics for its jobs."""
         scheme, worker = connector[0].scheme, connector[1]
         worker.measure(self.kv_metrics, scheme)
-        worker.register_pool(self._runner.kv_pool, self.info.layout, self.form)
+        share = PoolShare(num_blocks=self.num_blocks)
+        worker.register_pool(self._runner.kv_pool, self.info.layout, self.form, share)
         worker.set_waker(self._on_connector_ready)
         worker.watch()
         if not self.config.async_scheduling:
@@ -297,20 +299,3 @@ class EngineCore:
                 self._on_outputs(self._counted(outputs))
         except Exception as error:  # raised after the step, which has not failed itself
             self._early_error = error
-
-
-def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
-    """Returns how KV looks between tiers.
-
-    Raises:
-        ConfigurationError: the model's heads cannot be cut that way; names the flag.
-    """
-    is_auto = config.kv_transfer_dtype == "auto"
-    form = TransferForm(
-        config.transfer_block_size,
-        info.layout.dtype if is_auto else config.kv_transfer_dtype,
-        config.kv_transfer_head_slices
-        or PoolShare.of(0, config.tensor_parallel_size, info.layout.num_kv_heads).degree,
-        config.transfer_layer_slices,
-    )
-    return BlockSlicing(info.layout, form).form

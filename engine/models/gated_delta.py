@@ -8,7 +8,6 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
@@ -127,18 +126,10 @@ class GatedDeltaNet(nn.Module):
     Args:
         config: the model's shape.
         ranks: the ranks that share the layer, each of which has some heads.
-
-    Raises:
-        ConfigurationError: the heads cannot be divided among the ranks.
     """
 
     def __init__(self, config: GatedDeltaConfig, ranks: RankGroup | None) -> None:
         super().__init__()
-        if ranks is not None and config.num_state_keys % ranks.size:
-            raise ConfigurationError(
-                f"--tensor-parallel-size is {ranks.size}; it must divide the model's "
-                f"{config.num_state_keys} key heads of gated delta nets"
-            )
         heads = cut_of(config.num_states, ranks)
         keys = cut_of(config.num_state_keys, ranks).times(config.key_dim)
         values = heads.times(config.value_dim)

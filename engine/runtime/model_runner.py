@@ -96,8 +96,8 @@ class ModelRunner:
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """The pool, `[num_blocks, *info.layout.block_shape]`, without spare blocks. One of several
-        ranks has its part of the heads.
+        """The pool without spare blocks; see `Runner`. One of several ranks has its part of the
+        heads.
         """
         return self._kv_pool
 

@@ -1,7 +1,7 @@
 """Slots for the states of recurrent layers: their number, and their memory.
 
 The slots lie in whole blocks of the KV pool, behind the blocks for tokens, so that the pool is one
-piece of memory. A slot has the states of all recurrent layers, layer after layer.
+piece of memory. `StateLayout` says how the states of all recurrent layers lie in a slot.
 """
 
 import logging
@@ -100,13 +100,14 @@ def decide_num_host_slots(num_slots: int, num_blocks: int, num_host_blocks: int)
 
 
 def log_slots(states: StateLayout, num_slots: int, interval: int) -> None:
-    """Logs the number of slots."""
+    """Logs the number of slots, and how much of their memory holds no states."""
     _logger.info(
-        "states of recurrent layers: %d slots of %d bytes, %.1f MiB; a running sequence keeps one "
-        "every %d tokens",
+        "states of recurrent layers: %d slots of %d bytes, %.1f MiB, %.0f%% of it unused; a "
+        "running sequence keeps one every %d tokens",
         num_slots,
         states.slot_bytes,
         num_slots * states.slot_bytes / _MEBIBYTE,
+        100 * (1 - states.state_bytes / states.slot_bytes),
         interval,
     )
 
@@ -150,9 +151,15 @@ class StateMemory:
         region_bytes = region.reshape(-1).view(torch.uint8)
         num_slots = region_bytes.numel() // states.slot_bytes
         slots = region_bytes[: num_slots * states.slot_bytes].view(num_slots, -1)
+        layers_per_slice = states.num_layers // states.num_layer_slices
+        slices = slots.view(len(slots), -1, states.num_head_slices, states.slice_bytes)
         layers = [
             tuple(
-                _part_view(slots, layer * states.layer_bytes + offset, part)
+                _part_view(
+                    slices[:, layer // layers_per_slice],
+                    layer % layers_per_slice * states.layer_bytes + offset,
+                    part,
+                )
                 for part, offset in zip(states.parts, states.part_offsets, strict=True)
             )
             for layer in range(states.num_layers)
@@ -160,8 +167,17 @@ class StateMemory:
         return cls(slots, layers, layer_group)
 
 
-def _part_view(slots: torch.Tensor, offset: int, part: StatePart) -> torch.Tensor:
-    """Returns a part of a layer's states in all slots, `[num_slots, 1, num_heads, width]`."""
-    elements = slots[:, offset : offset + part.num_bytes].view(getattr(torch, part.dtype))
-    strides = (elements.stride(0), part.num_heads * part.width, part.width, 1)
-    return elements.as_strided((len(slots), 1, part.num_heads, part.width), strides)
+def _part_view(slices: torch.Tensor, offset: int, part: StatePart) -> torch.Tensor:
+    """Returns a part of a layer's states in all slots.
+
+    Args:
+        slices: `[num_slots, head_slices, slice_bytes]`, those with the layer.
+        offset: byte in a slice at which the part begins.
+        part: of all heads.
+
+    Returns:
+        `[num_slots, head_slices, heads_per_slice, width]`.
+    """
+    num_bytes = part.num_bytes // slices.shape[1]
+    elements = slices[..., offset : offset + num_bytes].view(getattr(torch, part.dtype))
+    return elements.view(*elements.shape[:2], -1, part.width)

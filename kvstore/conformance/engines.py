@@ -10,6 +10,7 @@ import torch
 from kvstore.driver import ConnectorDriver
 from kvstore.layout import FP8, KvLayout
 from kvstore.registry import open_connector
+from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
 __all__ = [
     "DEADLINE_S",
@@ -48,13 +49,20 @@ class TinyEngine(ConnectorDriver):
         url: the connector's.
         layout: the shape and type of the pool's blocks.
         num_blocks: the pool's size.
+        form: see `KvConnectorWorker.register_pool`.
+        share: see there.
     """
 
     def __init__(
-        self, url: str, layout: KvLayout = LAYOUTS[0], num_blocks: int = NUM_BLOCKS
+        self,
+        url: str,
+        layout: KvLayout = LAYOUTS[0],
+        num_blocks: int = NUM_BLOCKS,
+        form: TransferForm | None = None,
+        share: PoolShare = WHOLE,
     ) -> None:
         pool = _random_pool(layout, num_blocks)
-        super().__init__(open_connector(url), pool, layout, timeout_s=DEADLINE_S)
+        super().__init__(open_connector(url), pool, layout, form, share, timeout_s=DEADLINE_S)
 
     @property
     def block_bytes(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,10 @@ from kvstore.conformance.conftest import EngineOpener, joined, members_of, with_
 from kvstore.conformance.engines import LAYOUTS, NUM_BLOCKS, TinyEngine, random_prompt
 from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import connector_name
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout, StatePart
 from kvstore.mover.pool_objects import view_blocks
 from kvstore.registry import open_connector
+from kvstore.transfer_form import PoolShare, TransferForm
 
 _COUNTS = (1, 7, NUM_BLOCKS)
 _MAX_NAP_S = 10.0
@@ -61,6 +63,22 @@ def test_what_lies_behind_a_tail_stays_where_it_is(
         assert torch.equal(_tokens(ours, first), _tokens(theirs, first))
         share = (_tokens(ours, behind) == _tokens(theirs, behind)).float().mean()
         assert share < 1 / 2, "KV of an earlier request has left the engine"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2:], ids=str)
+def test_slots_for_states_arrive_as_they_were(open_engine: EngineOpener, layout: KvLayout) -> None:
+    """A slot is moved as further blocks, which lie behind those for tokens."""
+    num_bytes = 3 * layout.block_bytes - 100
+    states = StateLayout(1, (StatePart("state", 1, num_bytes // 4, "float32"),))
+    form, share = replace(TransferForm.of(layout), states=states), PoolShare(num_blocks=80)
+    publisher, reader = (open_engine(layout, form=form, share=share) for _ in range(2))
+    sources, targets = [7, 83, 84, 85, 2, 89, 90, 91], [3, 80, 81, 82, 4, 92, 93, 94]
+    expected = reader.block_bytes.clone()
+    expected[targets] = publisher.block_bytes[sources]
+
+    handoff = publisher.hand_over(random_prompt(len(sources)), sources)
+    assert reader.load(handoff, targets).num_blocks == len(sources)
+    assert torch.equal(reader.block_bytes, expected)
 
 
 def _tokens(block: torch.Tensor, tokens: slice) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """`PoolObjects`: a pool as the objects that it is cut into, read and written by number.
 
 If the pool consists of the objects, a read or write is one copy. Otherwise the objects of one call
-are selected together, converted and written in the other form, on the pool's device.
+are selected together, converted and written in the other form, on the pool's device. Slots for
+states consist of objects in every form.
 
 `view_blocks`: K, V and their factors as tensors over the bytes of blocks (`kvstore.layout`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -22,6 +24,7 @@ from kvstore.transfer_form import BlockSlicing
 __all__ = [
     "BlockViews",
     "ConvertedObjects",
+    "MixedObjects",
     "PlainObjects",
     "PoolObjects",
     "as_objects",
@@ -67,13 +70,17 @@ class PoolObjects(Protocol):
     """Reads and writes objects of a pool, as `BlockSlicing` numbers them."""
 
     def read(
-        self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor
+        self,
+        object_ids: Sequence[int],
+        payload: torch.Tensor,
+        device_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Copies objects of the pool into payloads.
 
         Args:
-            object_ids: `[n]`; if it is a tensor, on the pool's device.
+            object_ids: `[n]`.
             payload: `[n, object_bytes]` uint8, with rows as `kernels.gather_blocks` takes them.
+            device_ids: `object_ids` on the pool's device; None if they must be copied there.
 
         Returns:
             Whether a number became infinite, a bool scalar on the pool's device; None if none
@@ -81,7 +88,10 @@ class PoolObjects(Protocol):
         """
 
     def write(
-        self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor
+        self,
+        payload: torch.Tensor,
+        object_ids: Sequence[int],
+        device_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Copies payloads into objects of the pool, whose ids are all different; see `read`."""
 
@@ -90,14 +100,19 @@ def open_pool(pool: torch.Tensor, slicing: BlockSlicing) -> PoolObjects:
     """Opens a pool as objects.
 
     Args:
-        pool: `[num_blocks, *slicing.layout.block_shape]`, contiguous.
+        pool: `[num_blocks, *slicing.layout.block_shape]`, contiguous; slots for states lie behind
+            the blocks for tokens.
         slicing: how the pool is cut into objects.
     """
-    return (
-        PlainObjects(as_objects(pool, slicing))
-        if slicing.is_native
-        else ConvertedObjects(pool, slicing)
-    )
+    if slicing.is_native:
+        return PlainObjects(as_objects(pool, slicing))
+    blocks = ConvertedObjects(pool, slicing)
+    if slicing.slots is None:
+        return blocks
+    object_bytes = slicing.object_layout.block_bytes
+    slots = pool[slicing.share.num_blocks :].view(-1).view(torch.uint8)
+    slots = slots[: len(slots) // object_bytes * object_bytes].view(-1, object_bytes)
+    return MixedObjects(blocks, PlainObjects(slots), slicing.first_state_object)
 
 
 def as_objects(pool: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
@@ -111,22 +126,90 @@ def as_objects(pool: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
 
 
 class PlainObjects(PoolObjects):
-    """Objects that the pool consists of: blocks, or layers of blocks.
+    """Objects that the pool consists of: blocks, layers of blocks, or parts of slots.
 
     Args:
-        pool: from `as_objects`.
+        pool: the objects, `[num_objects, ...]`, contiguous.
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
 
     @override
-    def read(self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor) -> None:
-        gather_blocks(self._pool, object_ids, payload)
+    def read(
+        self,
+        object_ids: Sequence[int],
+        payload: torch.Tensor,
+        device_ids: torch.Tensor | None = None,
+    ) -> None:
+        gather_blocks(self._pool, object_ids if device_ids is None else device_ids, payload)
 
     @override
-    def write(self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor) -> None:
-        scatter_blocks(payload, self._pool, object_ids)
+    def write(
+        self,
+        payload: torch.Tensor,
+        object_ids: Sequence[int],
+        device_ids: torch.Tensor | None = None,
+    ) -> None:
+        scatter_blocks(payload, self._pool, object_ids if device_ids is None else device_ids)
+
+
+class MixedObjects(PoolObjects):
+    """Objects of blocks and of slots.
+
+    Args:
+        blocks: objects of blocks.
+        slots: objects of slots, numbered from 0.
+        first_state_object: number of the first object of a slot.
+    """
+
+    def __init__(self, blocks: PoolObjects, slots: PoolObjects, first_state_object: int) -> None:
+        self._blocks = blocks
+        self._slots = slots
+        self._first = first_state_object
+
+    @override
+    def read(
+        self,
+        object_ids: Sequence[int],
+        payload: torch.Tensor,
+        device_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return _any(
+            objects.read(ids, payload[rows], on_device)
+            for objects, rows, ids, on_device in self._runs(object_ids, device_ids)
+        )
+
+    @override
+    def write(
+        self,
+        payload: torch.Tensor,
+        object_ids: Sequence[int],
+        device_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return _any(
+            objects.write(payload[rows], ids, on_device)
+            for objects, rows, ids, on_device in self._runs(object_ids, device_ids)
+        )
+
+    def _runs(
+        self, object_ids: Sequence[int], device_ids: torch.Tensor | None
+    ) -> Iterator[tuple[PoolObjects, slice, list[int], torch.Tensor | None]]:
+        """Yields runs of objects of one kind: these, their rows, and their ids among them."""
+        start = 0
+        for are_states, run in groupby(object_ids, lambda object_id: object_id >= self._first):
+            offset = self._first if are_states else 0
+            ids = [object_id - offset for object_id in run]
+            rows = slice(start, start + len(ids))
+            on_device = None if device_ids is None else device_ids[rows] - offset
+            yield self._slots if are_states else self._blocks, rows, ids, on_device
+            start = rows.stop
+
+
+def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Returns whether any of some flags is set; None if there are none."""
+    tensors = [flag for flag in flags if flag is not None]
+    return torch.stack(tensors).any() if tensors else None
 
 
 class ConvertedObjects(PoolObjects):
@@ -147,9 +230,12 @@ class ConvertedObjects(PoolObjects):
 
     @override
     def read(
-        self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor
+        self,
+        object_ids: Sequence[int],
+        payload: torch.Tensor,
+        device_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        places = self._places(object_ids)
+        places = self._places(object_ids if device_ids is None else device_ids)
         states = self._states[places]
         scales = None if self._scales is None else self._scales[places]
         views, overflowed = BlockViews(states, scales), None
@@ -163,9 +249,12 @@ class ConvertedObjects(PoolObjects):
 
     @override
     def write(
-        self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor
+        self,
+        payload: torch.Tensor,
+        object_ids: Sequence[int],
+        device_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        places = self._places(object_ids)
+        places = self._places(object_ids if device_ids is None else device_ids)
         views, overflowed = _view_objects(payload, self._slicing.object_layout), None
         if self._word is None:
             views, overflowed = convert(views, self._slicing.layout.dtype)

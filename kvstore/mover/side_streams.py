@@ -101,21 +101,25 @@ class SideStreamCopier(BlockCopier):
     """
 
     def __init__(self, pool: torch.Tensor, slicing: BlockSlicing) -> None:
-        self._num_objects = len(pool) * slicing.transfer_blocks * slicing.objects_per_block
         self._objects = open_pool(pool, slicing)
         segment = Segment(slicing.object_layout, pinned=pool.is_cuda)
         self._out = _SideLane(segment, pool.device)
         self._in = _SideLane(segment, pool.device)
         # The streams are not ordered after the kernels that zeroed pool and staging.
         torch.cuda.synchronize(pool.device)
-        self._warm_up(segment)
+        self._warm_up(segment, range(slicing.objects_in(len(pool))))
+        if (slots := slicing.slots) is not None:
+            first = slicing.first_state_object
+            num_objects = slots.slot_bytes // slicing.object_layout.block_bytes
+            self._warm_up(segment, range(first, first + num_objects))
 
     @override
     def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy:
         lane, count = self._out, len(object_ids)
         with lane.copying(segment) as copy:
             ids = _send_object_ids(object_ids, segment, lane)
-            _save_overflow(self._objects.read(ids, lane.payload[:count]), segment)
+            overflowed = self._objects.read(object_ids, lane.payload[:count], ids)
+            _save_overflow(overflowed, segment)
             segment.frames[:count].copy_(lane.frames[:count], non_blocking=True)
         return copy
 
@@ -125,7 +129,8 @@ class SideStreamCopier(BlockCopier):
         with lane.copying(segment) as copy:
             ids = _send_object_ids(object_ids, segment, lane)
             lane.frames[:count].copy_(segment.frames[:count], non_blocking=True)
-            _save_overflow(self._objects.write(lane.payload[:count], ids), segment)
+            overflowed = self._objects.write(lane.payload[:count], object_ids, ids)
+            _save_overflow(overflowed, segment)
         return copy
 
     @override
@@ -136,15 +141,15 @@ class SideStreamCopier(BlockCopier):
             except RuntimeError as error:  # then nothing runs on the stream
                 _logger.warning("closing the KV copies: %s", error)
 
-    def _warm_up(self, segment: Segment) -> None:
+    def _warm_up(self, segment: Segment, object_ids: Sequence[int]) -> None:
         """Compiles and loads the kernels now, so that they do not delay the engine's thread later.
 
         It copies one object and then many, because that may select different kernels. The pool
         holds zeros, which are written back.
         """
-        for count in sorted({1, min(segment.num_slots, self._num_objects)}):
-            self.gather(range(count), segment).wait()
-            self.scatter(segment, range(count)).wait()
+        for count in sorted({1, min(segment.num_slots, len(object_ids))}):
+            self.gather(object_ids[:count], segment).wait()
+            self.scatter(segment, object_ids[:count]).wait()
 
 
 def _send_object_ids(object_ids: Sequence[int], segment: Segment, lane: _SideLane) -> torch.Tensor:

@@ -80,7 +80,7 @@ class LendingSide:
         """Lends blocks of this pool from now on."""
         from kvstore.peer.lent_memory import TailSlots
 
-        num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
+        num_objects = cut.objects_in(len(pool))
         tails = TailSlots(cut.object_layout, num_objects, cut.objects_per_block)
         memory = self._memory_of(pool, cut, tails)
         self.lender.register(memory, cut)

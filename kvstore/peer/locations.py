@@ -139,7 +139,8 @@ class LentRanges:
     """Registers the pool and the slots of tails with a transport, and finds blocks in them.
 
     Args:
-        pool: `[num_blocks, *cut.layout.block_shape]`, contiguous, on any device.
+        pool: `[num_blocks, *cut.layout.block_shape]`, contiguous, on any device; slots for states
+            lie behind the blocks for tokens.
         cut: how the pool is cut into objects.
         tails: slots with the copies of tails.
         transport: registers the memory.
@@ -148,12 +149,14 @@ class LentRanges:
     def __init__(
         self, pool: torch.Tensor, cut: BlockSlicing, tails: TailSlots, transport: PeerTransport
     ) -> None:
+        self._cut = cut
         self._tails = tails
         self._address = pool.data_ptr()
         self._device_id = pool.device.index or 0
         self._block_bytes = cut.layout.block_bytes
         self._objects_per_block = cut.transfer_blocks * cut.objects_per_block
-        self._runs = [_runs_of(cut, index) for index in range(self._objects_per_block)]
+        # Those of blocks for tokens, which are alike in all blocks.
+        self._runs = [_runs_of(cut, index)[1] for index in range(self._objects_per_block)]
         transport.register(self._address, pool.nbytes, device=str(pool.device))
         frames = tails.segment.frames
         transport.register(frames.data_ptr(), frames.nbytes, device="cpu")
@@ -176,14 +179,18 @@ class LentRanges:
         if block.tail_slot is not None:
             address, num_bytes = self._tails.place_of(block.tail_slot)
             return address, 0, np.array([[0, num_bytes]], np.uint64)
-        block_id, index = divmod(block.object_id, self._objects_per_block)
-        return self._address + block_id * self._block_bytes, self._device_id, self._runs[index]
+        if self._cut.holds_state(block.object_id):
+            block_id, runs = _runs_of(self._cut, block.object_id)
+        else:
+            block_id, index = divmod(block.object_id, self._objects_per_block)
+            runs = self._runs[index]
+        return self._address + block_id * self._block_bytes, self._device_id, runs
 
 
-def _runs_of(cut: BlockSlicing, index: int) -> NDArray[np.uint64]:
-    """Returns `[runs, 2]`: offset and length of the runs of one of a block's objects."""
-    runs = object_runs(cut, index)
-    return np.array(runs[1], np.uint64) if runs is not None else _NO_RUNS
+def _runs_of(cut: BlockSlicing, object_id: int) -> tuple[int, NDArray[np.uint64]]:
+    """Returns the block of an object, and `[runs, 2]`: offset and length of its runs there."""
+    block_id, runs = object_runs(cut, object_id) or (0, ())
+    return block_id, np.array(runs, np.uint64) if runs else _NO_RUNS
 
 
 def ranges_to_proto(ranges: RangeTable) -> pb.KvMemoryRanges:

@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from kvstore.jobs import ConnectorWork, LoadResult, SaveResult
-from kvstore.layout import FP8, KvLayout
+from kvstore.layout import FP8, KvLayout, StateLayout, StatePart
 from kvstore.peer.planes import DataPlane
 from kvstore.peer.service import PeerServicer
 from kvstore.peer.transport import TransferError
-from kvstore.transfer_form import TransferForm
+from kvstore.transfer_form import PoolShare, TransferForm
+from tests.support.connector_rig import keys
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
 from tests.support.ports import reserved_port
 
 MakeRig = Callable[..., PeerRig]
 WAYS = ("grpc", "pull", "unreadable")
 """Blocks are sent by gRPC, read by a transport, or sent since the transport cannot read them."""
+STATES = StateLayout(2, (StatePart("s", 3, 100, "float32"),))
 
 
 @pytest.fixture
@@ -91,14 +93,18 @@ def test_blocks_of_every_layout_are_loaded_unchanged(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pools_of_unlike_block_sizes_share_a_transfer_form(make_rig: MakeRig, way: str) -> None:
-    form = TransferForm(4, "float32")
-    prefill = make_rig(way, layout=replace(LAYOUT, block_size=8), form=form, num_blocks=8)
-    decode = make_rig(way, layout=LAYOUT, pool=torch.zeros(16, *LAYOUT.block_shape))
+    form = TransferForm(4, "float32", states=STATES)  # two objects of 1536 bytes
+    layout, share = replace(LAYOUT, block_size=8), PoolShare(num_blocks=8)
+    prefill = make_rig(way, layout=layout, form=form, num_blocks=8 + 3, share=share)
+    pool, share = torch.zeros(16 + 4, *LAYOUT.block_shape), PoolShare(num_blocks=16)
+    decode = make_rig(way, layout=LAYOUT, pool=pool, form=form, share=share)
     gathering = threading.Thread(target=lambda: prefill.run_until(lambda: bool(decode.loads)))
-    prefill.publish(range(2, 10))
+    prefill.publish([*range(2, 10), 18, 19])  # the second slot
     gathering.start()  # the lending engine steps while its blocks are read
 
-    assert decode.load(prefill.handoff(8), range(8)).num_blocks == 8
+    assert decode.load(prefill.handoff(10), [*range(8), 16, 17]).num_blocks == 10
+    assert torch.equal(decode.pool[16:18].flatten(), prefill.pool[9].flatten())
+    assert not decode.pool[18:].any()
     gathering.join(TIMEOUT_S)
     sliced = prefill.pool[1:5].unflatten(4, (2, 4)).movedim(4, 1).flatten(0, 1)
     assert torch.equal(decode.pool[:8], sliced)
@@ -106,15 +112,21 @@ def test_pools_of_unlike_block_sizes_share_a_transfer_form(make_rig: MakeRig, wa
 
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_are_converted_to_the_transfer_form(make_rig: MakeRig, way: str) -> None:
-    form = TransferForm(4, "float16")
-    prefill = make_rig(way, form=form)
+    form, share = TransferForm(4, "float16", states=STATES), PoolShare(num_blocks=40)
+    prefill = make_rig(way, form=form, share=share)
     layout = replace(LAYOUT, dtype="float16")
-    decode = make_rig(way, layout=layout, pool=torch.zeros(64, *LAYOUT.block_shape).half())
+    pool = torch.zeros(64, *LAYOUT.block_shape).half()
+    decode = make_rig(way, layout=layout, pool=pool, form=form, share=share)
+    units = range(40, 44)
+    prefill.scheduler.save(keys(4, first=5), units, lease_id="lease")
     prefill.publish(range(5), num_tail_tokens=2)
     gathering = threading.Thread(target=lambda: prefill.run_until(lambda: bool(decode.loads)))
     gathering.start()
 
-    assert decode.load(prefill.handoff(5), range(5)).num_blocks == 5
+    assert decode.load(prefill.handoff(9), [*range(5), *units]).num_blocks == 9
+    sent, arrived = (rig.pool[40:].view(-1).view(torch.uint8) for rig in (prefill, decode))
+    assert torch.equal(arrived[: 4 * 768], sent[: 4 * 768])
+    assert not arrived[4 * 768 :].any()
     gathering.join(TIMEOUT_S)
     assert torch.equal(decode.pool[:4], prefill.pool[:4].half())
     assert torch.equal(decode.pool[4, ..., :2, :], prefill.pool[4, ..., :2, :].half())

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvstore.jobs import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout, StatePart
 from kvstore.mover import mover, staging
 from kvstore.mover.piece_io import PieceIo
 from kvstore.registry import open_store
-from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, PoolShare, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=8, head_dim=4, dtype="float32")
@@ -78,6 +78,47 @@ def test_jobs_of_many_pieces_report_their_number_of_blocks(
     sent = rig.pool[:num_whole].to(getattr(torch, form.dtype)).float()
     assert torch.equal(rig.pool[half : half + num_whole], sent)
     assert len(moved) == num_pieces
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        TransferForm(8, "float32", num_layer_slices=2),  # in place
+        TransferForm(4, "fp8_e4m3", 4, 2),
+    ],
+    ids=str,
+)
+def test_states_arrive_bit_for_bit_beside_blocks_of_any_form(
+    make_rig: MakeRig, form: TransferForm
+) -> None:
+    states = StateLayout(4, (StatePart("a", 4, 33, "bfloat16"), StatePart("b", 8, 5, "float32")))
+    form, share = replace(form, states=states), PoolShare(num_blocks=20)
+    slots = BlockSlicing(LAYOUT, form, share).slots
+    assert slots is not None
+    whole, reader = make_rig(form, share=share), make_rig(form, share=share)
+    sent, arrived = (_slots(rig, slots) for rig in (whole, reader))
+    for memory in (sent, arrived):
+        memory.copy_(torch.randint(256, memory.shape, dtype=torch.uint8))
+    expected = arrived.clone()
+    expected[[0, 2]] = sent[[3, 1]]
+    parts, blocks = LAYOUT.block_size // form.block_size, reader.pool[:20].clone()
+
+    def units(slot: int) -> range:
+        first = 20 * parts + slot * slots.units
+        return range(first, first + slots.units)
+
+    whole.save([0, *units(3), 1, *units(1), 2])
+    count = 3 + 2 * slots.units
+    assert reader.load([4, *units(0), 5, *units(2), 6]) == LoadResult(1, count)
+    assert torch.equal(arrived, expected)
+    untouched = [*range(4 // parts), *range(6 // parts + 1, 20)]
+    assert torch.equal(reader.pool[untouched], blocks[untouched])
+
+
+def _slots(rig: ConnectorRig, slots: StateLayout) -> torch.Tensor:
+    """Returns the bytes of the slots behind 20 blocks, `[num_slots, slot_bytes]`: a view."""
+    region = rig.pool[20:].view(-1).view(torch.uint8)
+    return region[: len(region) // slots.slot_bytes * slots.slot_bytes].view(-1, slots.slot_bytes)
 
 
 def test_one_rank_loads_what_two_ranks_saved(make_rig: MakeRig) -> None:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.runtime.state_pool import StateMemory, num_region_blocks
 from kernels.reference.cache import quantize_kv, write_kv
-from kvstore.layout import FP8, KvLayout
+from kvstore.layout import FP8, KvLayout, StateLayout, StatePart
 from kvstore.mover import staging
 from kvstore.mover.copies import ConvertingCopier, HostCopier
 from kvstore.mover.mover import copier_for
@@ -21,7 +22,7 @@ from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing, PoolShare, RangeError, TransferForm, object_runs
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)
-NUM_POOL_BLOCKS = 5
+NUM_POOL_BLOCKS, NUM_SLOTS = 5, 3
 LAYERS, HEADS, HEAD_DIM = 4, 4, 8
 
 
@@ -45,11 +46,27 @@ class Pool:
         """K and V, or latent vectors, in float32:
         `[num_layers, parts, heads, tokens of the pool, head_dim]`.
         """
-        views = view_blocks(self.blocks, self.slicing.layout)
+        views = view_blocks(self.blocks[:NUM_POOL_BLOCKS], self.slicing.layout)
         states = views.states.float()
         if views.scales is not None:
             states = states * views.scales.unsqueeze(-1)
         return states.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Per layer and part, the states' bytes, `[num_slots, heads, bytes]`; views of the pool."""
+        if self.slicing.slots is None:
+            return []
+        memory = StateMemory.of(self.blocks[NUM_POOL_BLOCKS:], self.slicing.slots, 1)
+        return [part.view(torch.uint8).flatten(1, 2) for layer in memory.layers for part in layer]
+
+    def units_of(self, slot: int) -> list[int]:
+        """Numbers of the transfer blocks that a slot is moved as."""
+        if self.slicing.slots is None:
+            return []
+        units = self.slicing.slots.units
+        first = NUM_POOL_BLOCKS * self.slicing.transfer_blocks + slot * units
+        return list(range(first, first + units))
 
 
 def make_pool(
@@ -61,22 +78,26 @@ def make_pool(
     *,
     is_latent: bool = False,
 ) -> Pool:
-    """A pool of random numbers; a latent one has one vector per token."""
+    """A pool of random numbers, and slots of random bytes; a latent one has one vector per token."""
     heads, num_kinds = (1, 1) if is_latent else (HEADS // share.degree, 2)
     size = num_parts * form.block_size
     layout = KvLayout(LAYERS, heads, size, HEAD_DIM, dtype, num_kinds)
     generator = torch.Generator().manual_seed(seed)
     shape = (NUM_POOL_BLOCKS, LAYERS, num_kinds, heads, size, HEAD_DIM)
     states = torch.randn(shape, generator=generator)
-    blocks = torch.zeros(NUM_POOL_BLOCKS, *layout.block_shape, dtype=_torch(layout.pool_dtype))
-    views = view_blocks(blocks, layout)
+    slicing = BlockSlicing(layout, form, replace(share, num_blocks=NUM_POOL_BLOCKS))
+    num_blocks = NUM_POOL_BLOCKS + num_region_blocks(slicing.slots, layout, NUM_SLOTS)
+    blocks = torch.zeros(num_blocks, *layout.block_shape, dtype=_torch(layout.pool_dtype))
+    views = view_blocks(blocks[:NUM_POOL_BLOCKS], layout)
     if views.scales is None:
         views.states.copy_(states)
     else:
         narrow, scales = quantize_kv(states)
         views.states.view(torch.uint8).copy_(narrow.view(torch.uint8))
         views.scales.copy_(scales)
-    return Pool(BlockSlicing(layout, form, share), blocks)
+    region = blocks[NUM_POOL_BLOCKS:].view(-1).view(torch.uint8)
+    region.copy_(torch.randint(256, region.shape, dtype=torch.uint8, generator=generator))
+    return Pool(slicing, blocks)
 
 
 def _torch(dtype: str) -> torch.dtype:
@@ -115,18 +136,43 @@ def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> No
         copy.wait()
 
 
+state_parts = st.builds(
+    StatePart,
+    st.just("part"),
+    st.sampled_from([4, 12]),
+    st.integers(1, 40),
+    st.sampled_from(["bfloat16", "float32"]),
+)
+state_layouts = st.builds(
+    StateLayout, st.sampled_from([4, 8]), st.lists(state_parts, min_size=1, max_size=2).map(tuple)
+)
 forms = st.builds(
     TransferForm,
     st.sampled_from([1, 2, 4]),
     st.sampled_from(DTYPES),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
+    st.none() | state_layouts,
 )
 
 
+@dataclass(frozen=True)
+class Places:
+    """Transfer blocks of a tier, and a slot."""
+
+    block_ids: list[int]
+    slot: int
+
+    def in_order(self, pool: Pool) -> list[int]:
+        """Returns the numbers of the blocks, with those of the slot's units among them."""
+        middle = len(self.block_ids) // 2
+        units = pool.units_of(self.slot)
+        return [*self.block_ids[:middle], *units, *self.block_ids[middle:]]
+
+
 @st.composite
-def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[list[int]]]:
-    """A form, the ranks of two tiers that agree on it, and transfer blocks of each tier."""
+def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[Places]]:
+    """A form, the ranks of two tiers that agree on it, and places in each tier's pool."""
     form, sides, places = draw(forms), [], []
     is_latent = draw(st.sampled_from([False, False, True]))
     if is_latent:
@@ -149,7 +195,8 @@ def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[lis
             ]
         )
         numbers = range(NUM_POOL_BLOCKS * num_parts)
-        places.append(draw(st.permutations(numbers))[:count])
+        slot = draw(st.integers(0, NUM_SLOTS - 1))
+        places.append(Places(draw(st.permutations(numbers))[:count], slot))
     return form, sides, places
 
 
@@ -159,22 +206,32 @@ def tokens_at(pools: list[Pool], block_ids: list[int], size: int) -> torch.Tenso
     return tokens.unflatten(3, (-1, size))[:, :, :, block_ids]
 
 
+def states_of(pools: list[Pool]) -> list[torch.Tensor]:
+    """Per layer and part, the bytes of the states of all heads, `[num_slots, all heads, bytes]`."""
+    return [torch.cat(parts, dim=1) for parts in zip(*(p.states for p in pools), strict=True)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(two_sides())
 def test_blocks_are_transferred_between_any_two_pools(drawn) -> None:
-    form, (sources, targets), (source_ids, target_ids) = drawn
+    form, (sources, targets), (source_places, target_places) = drawn
+    source_ids, target_ids = source_places.block_ids, target_places.block_ids
     objects: dict[bytes, bytes] = {}
     for pool in sources:
-        before = pool.blocks.clone()
-        objects |= gather(pool, source_ids)
-        assert torch.equal(pool.blocks, before)
-    assert len(objects) == len(source_ids) * form.num_head_slices * form.num_layer_slices
+        before = pool.blocks.clone().view(torch.uint8)
+        objects |= gather(pool, source_places.in_order(pool))
+        assert torch.equal(pool.blocks.view(torch.uint8), before)
+    num_blocks = len(source_places.in_order(sources[0]))
+    assert len(objects) == num_blocks * form.num_head_slices * form.num_layer_slices
 
-    num_tokens = targets[0].blocks.shape[0] * targets[0].slicing.layout.block_size
+    num_tokens = NUM_POOL_BLOCKS * targets[0].slicing.layout.block_size
     others = sorted(set(range(num_tokens // form.block_size)) - set(target_ids))
     untouched = tokens_at(targets, others, form.block_size)
+    expected_states = states_of(targets)
+    for states, sent_states in zip(expected_states, states_of(sources), strict=True):
+        states[target_places.slot] = sent_states[source_places.slot]
     for pool in targets:
-        scatter(pool, objects, target_ids)
+        scatter(pool, objects, target_places.in_order(pool))
 
     sent = tokens_at(sources, source_ids, form.block_size)
     source_type, target_type = sources[0].slicing.layout.dtype, targets[0].slicing.layout.dtype
@@ -183,23 +240,26 @@ def test_blocks_are_transferred_between_any_two_pools(drawn) -> None:
         expected = as_type(expected, target_type)
     assert torch.equal(tokens_at(targets, target_ids, form.block_size), expected)
     assert torch.equal(tokens_at(targets, others, form.block_size), untouched)
+    assert all(map(torch.equal, states_of(targets), expected_states))
 
 
 @settings(max_examples=100, deadline=None)
 @given(two_sides())
 def test_the_byte_runs_of_an_object_equal_its_gathered_bytes(drawn) -> None:
     _, sides, places = drawn
-    for pools, block_ids in zip(sides, places, strict=True):
+    for pools, side_places in zip(sides, places, strict=True):
         for pool in pools:
+            block_ids = side_places.in_order(pool)
             ids = pool.slicing.object_ids(block_ids)
             for number, gathered in zip(ids, gather(pool, block_ids).values(), strict=True):
                 found = object_runs(pool.slicing, number)
                 if found is None:
+                    assert not pool.slicing.holds_state(number)
                     assert pool.slicing.layout.dtype != pool.slicing.form.dtype
                     continue
                 block_id, runs = found
                 assert len(runs) <= min(end.slicing.max_runs for side in sides for end in side)
-                block = bytes(pool.blocks[block_id].view(torch.uint8).flatten().numpy())
+                block = bytes(pool.blocks[block_id:].view(-1).view(torch.uint8).numpy())
                 assert b"".join(block[start : start + size] for start, size in runs) == gathered
                 ends = [start + size for start, size in runs[:-1]]
                 assert all(a != b for a, (b, _) in zip(ends, runs[1:], strict=True)), (
@@ -280,7 +340,8 @@ def _fill(pool: Pool, number: int, byte: int) -> None:
 def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
     pool_dtype: str, number: float
 ) -> None:
-    form = TransferForm(4, "float16")
+    states = StateLayout(4, (StatePart("s", 1, 300, "float32"),))
+    form = TransferForm(4, "float16", states=states)
     pool = make_pool(form, 2, PoolShare(), pool_dtype)
     states = torch.full((1, HEAD_DIM), number)
     views = view_blocks(pool.blocks, pool.slicing.layout)
@@ -290,9 +351,10 @@ def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
         narrow, scales = quantize_kv(states)
         views.states.view(torch.uint8)[1, 0, 1, 2, 5] = narrow.view(torch.uint8)[0]
         views.scales[1, 0, 1, 2, 5] = scales[0]
-    with pytest.raises(RangeError):
-        gather(pool, [2, 3])
-    assert len(gather(pool, [2])) == 1
+    for places in ([2, 3], [1, *pool.units_of(1), 2, 3], [2, 3, *pool.units_of(0), 1]):
+        with pytest.raises(RangeError):
+            gather(pool, places)
+    assert len(gather(pool, [*pool.units_of(0), 2])) == len(pool.units_of(0)) + 1
 
 
 def test_non_finite_numbers_stay_non_finite() -> None:

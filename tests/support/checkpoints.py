@@ -281,6 +281,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_SIX_HEADS = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3}
+
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
         "llama",
@@ -292,6 +294,11 @@ SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 80,
         },
     ),
+    "lfm2_six_heads": ("lfm2", {**_lfm2_layers("caca"), **_SIX_HEADS}),
+    "qwen3_next_six_heads": (
+        "qwen3_next",
+        {**HYBRIDS["qwen3_next"][1], **_SIX_HEADS, "num_hidden_layers": 4},
+    ),
     "opt_six_heads": ("opt", {"num_attention_heads": 6, "hidden_size": 72}),
     "gpt2_six_heads": ("gpt2", {"num_attention_heads": 6, "hidden_size": 72}),
 }
@@ -301,6 +308,16 @@ FOUR_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{variant}_four_layers": (family, {**overrides, "num_hidden_layers": 4})
     for variant, (family, overrides) in VARIANTS.items()
     if variant.split("_")[-1] in (*FAMILIES, "biased", "sliding", "norm")
+} | {
+    "lfm2_biased_four_layers": ("lfm2", {**HYBRIDS["lfm2_biased"][1], **_lfm2_layers("acac")}),
+    "qwen3_5_four_layers": (
+        "qwen3_5_text",
+        {**HYBRIDS["qwen3_5"][1], "full_attention_interval": 2},
+    ),
+    "qwen3_next_four_layers": (
+        "qwen3_next",
+        {**HYBRIDS["qwen3_next"][1], "num_hidden_layers": 4, "linear_num_key_heads": 2},
+    ),
 }
 """Further checkpoints, for two and four stages of a pipeline."""
 

@@ -6,7 +6,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache.spec import LayerGroups, group_layers
+from engine.kv_cache.spec import LayerGroups, group_layers, slicing_of
 from engine.models.layers import CausalModel
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import ModelInfo, StepCosts
@@ -140,7 +140,7 @@ class Launcher:
         layer_groups = group_layers(self._loaded.sliding_windows, model.recurrent_layers)
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self._info = _model_info(self._loaded, layer_groups, config)
-        self._layout = self._info.layout
+        self._layout, self._states = self._info.layout, self._info.states
         if ranks is not None:
             self._join(ranks)
         self._drafter = _make_drafter(
@@ -157,7 +157,7 @@ class Launcher:
         )
 
     def _join(self, ranks: EngineRanks) -> None:
-        """Takes this rank's share of the blocks, and checks that the other ranks run the same."""
+        """Takes this rank's share of blocks and slots, and checks that all ranks run the same."""
         if self._loaded.dtype == "float16":  # whose products are rounded too early
             raise ConfigurationError(
                 f"the engine has {ranks.size} ranks; --dtype float16 works with 1 only: use "
@@ -165,6 +165,8 @@ class Launcher:
             )
         share = share_of(ranks.rank, ranks, self._layout.num_kv_heads)
         self._layout = share.layout_of(self._layout)
+        if self._states is not None:
+            self._states = share.states_of(self._states)
         check_same_engine(ranks, self._config, self._info)
 
     def launch(self) -> LaunchedModel:
@@ -201,6 +203,7 @@ class Launcher:
             self._config,
             self._make_steps,
             self._layout,
+            self._states,
             self._info,
             self._device,
             num_spare_blocks=self._steps_type.num_spare_blocks,
@@ -220,6 +223,7 @@ class Launcher:
             self._config,
             self._info,
             self._layout,
+            self._states,
             self._device,
             free_bytes=free_bytes,
             num_spare_blocks=self._steps_type.num_spare_blocks,
@@ -275,15 +279,19 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
             f"the model takes {max_model_len} tokens, more than can be served; "
             f"set --max-model-len to at most {_MAX_MODEL_LEN}"
         )
+    layout = decide_layout(config, loaded, layer_groups.layers_per_block)
+    states = state_layout(loaded.model.config, loaded.dtype)
+    if config.kv_connector is not None:
+        states = slicing_of(config, layout, states).slots
     return ModelInfo(
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
         tokenizer_digest=loaded.tokenizer_digest,
-        layout=decide_layout(config, loaded, layer_groups.layers_per_block),
+        layout=layout,
         windows=layer_groups.windows,
-        states=state_layout(loaded.model.config, loaded.dtype),
+        states=states,
     )
 
 

@@ -31,7 +31,7 @@ from engine.runtime.state_pool import (
     num_region_blocks,
 )
 from kernels import EngineRanks
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout
 
 __all__ = ["Pools"]
 
@@ -49,6 +49,7 @@ class Pools:
         num_slots: number of slots for states.
         whole: the pool: `num_blocks` blocks, those that hold the slots, and spare blocks,
             `[number of all, *layout.block_shape]`; the steps use the spare ones.
+        kv: the pool without spare blocks.
         host: the host pool.
         states: the slots, and as many spare ones as spare blocks; None for a model without.
         host_slots: slots in the host pool, `[num_host_slots, slot_bytes]`.
@@ -58,6 +59,7 @@ class Pools:
     num_host_blocks: int
     num_slots: int
     whole: torch.Tensor
+    kv: torch.Tensor
     host: torch.Tensor
     states: StateMemory | None
     host_slots: torch.Tensor
@@ -68,6 +70,7 @@ class Pools:
         config: EngineConfig,
         info: ModelInfo,
         layout: KvLayout,
+        states: StateLayout | None,
         device: torch.device,
         *,
         free_bytes: int | None,
@@ -82,6 +85,7 @@ class Pools:
             config: the flags.
             info: the whole model's facts.
             layout: of a block of this rank.
+            states: of a slot of this rank; None for a model without states.
             device: where the pool is.
             free_bytes: bytes left on a GPU; None on a CPU.
             num_spare_blocks: blocks that steps need behind those of the pool.
@@ -96,7 +100,7 @@ class Pools:
         if ranks is not None:
             num_bytes = least_of_all(ranks, num_bytes // _MEBIBYTE, device) * _MEBIBYTE
         draft_block_bytes = drafter.block_bytes if drafter else 0
-        is_on_cpu, states = free_bytes is None, info.states
+        is_on_cpu = free_bytes is None
         max_blocks = config.max_num_seqs * spec.blocks_for(max_len) if is_on_cpu else None
         num_slots = decide_num_slots(
             config, states, layout.block_bytes + draft_block_bytes, num_bytes, max_blocks
@@ -115,7 +119,7 @@ class Pools:
         )
         num_host_blocks = decide_num_host_blocks(config, layout, num_blocks, device, plan)
         if ranks is not None:
-            check_same_pools(ranks, num_blocks, num_host_blocks)
+            check_same_pools(ranks, num_blocks, num_host_blocks, num_slots)
         whole = allocate_pool(num_blocks + num_state_blocks + num_spare_blocks, layout, device)
         kernels.copy_blocks(whole[:num_blocks], ((0, num_blocks - 1),))  # compiles it
         host = allocate_host_pool(num_host_blocks, layout, device)
@@ -130,12 +134,8 @@ class Pools:
             host_slots = allocate_host_slots(num_host_slots, states.slot_bytes, device)
             assert spec.states is not None
             log_slots(states, num_slots, spec.states.interval)
-        return cls(num_blocks, num_host_blocks, num_slots, whole, host, memory, host_slots)
-
-    @property
-    def kv(self) -> torch.Tensor:
-        """The pool without spare blocks, `[num_blocks, *layout.block_shape]`."""
-        return self.whole[: self.num_blocks]
+        kv = whole[: num_blocks + num_state_blocks]
+        return cls(num_blocks, num_host_blocks, num_slots, whole, kv, host, memory, host_slots)
 
     def time_swapped_block(self, device: torch.device) -> float:
         """Measures the seconds to copy one block to the host; 0 without a host pool."""

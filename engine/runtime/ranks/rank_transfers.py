@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -40,10 +40,12 @@ class PoolMessage:
     Attributes:
         layout: of the whole model's blocks.
         form: how blocks look between engines.
+        num_blocks: number of blocks for tokens.
     """
 
     layout: KvLayout
     form: TransferForm | None
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ def register(
     """Registers a rank's pool, which has its share of heads and layers; returns what it saves."""
     scheduler, worker = connector
     share = share_of(ranks.rank, ranks, message.layout.num_kv_heads)
+    share = replace(share, num_blocks=message.num_blocks)
     layout = share.layout_of(message.layout)
     worker.register_pool(pool, layout, message.form, share)
     slicing = BlockSlicing.of(layout, message.form, share)

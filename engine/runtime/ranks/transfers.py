@@ -88,8 +88,8 @@ class RanksConnectorWorker(KvConnectorWorker):
             share_of(rank, self._ranks, layout.num_kv_heads) for rank in range(self._ranks.size)
         ]
         # Of several ranks with the same heads the first one saves.
-        self._savers = [share not in shares[:rank] for rank, share in enumerate(shares)]
-        message = PoolMessage(layout, form)
+        self._savers = [part not in shares[:rank] for rank, part in enumerate(shares)]
+        message = PoolMessage(layout, form, share.num_blocks)
         saved = [register((self._scheduler, self._own), self._ranks, pool, message)]
         self._send([message] * len(self._links))
         saved += map(_receive_slices, self._links)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
+from engine.kv_cache.spec import group_layers
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
@@ -146,6 +147,8 @@ def load_model(
             described = described.untied()
             whole = described.build()
     model = whole if part == WHOLE_MODEL else described.build(part)
+    layer_groups = group_layers(model.config.sliding_windows, model.config.recurrent_layers)
+    layer_groups.slots_of(part.stage, part.num_stages)  # refuses stages of unequal parts
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     shares_weights = weights_folder is not None and device.type == "cpu"

@@ -1,13 +1,16 @@
 """`TransferForm` and `BlockSlicing`: namespaces, object keys, object ids, byte runs, refusals."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.common.errors import ConfigurationError
 from kvstore.block_key import BlockKeyChain, derive_namespace
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout, StatePart
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm, object_runs
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=6, dtype="bfloat16")
+STATES = StateLayout(6, (StatePart("conv", 12, 30, "bfloat16"), StatePart("sum", 8, 16, "float32")))
 
 
 def test_the_namespace_is_made_of_the_form_and_the_model() -> None:
@@ -29,6 +32,68 @@ def test_a_form_is_described_in_words() -> None:
     )
     assert "8 tokens per block, 2 head slices" in TransferForm(8, "fp8_e4m3", 2).describe(b"m")
     assert "block, 2 layer slices, layout 1" in TransferForm(8, "fp8_e4m3", 1, 2).describe(b"m")
+
+
+def test_states_are_part_of_the_namespace_but_not_how_their_slots_are_cut() -> None:
+    form = TransferForm(16, "bfloat16")
+    others = [
+        replace(STATES, num_layers=5),
+        replace(STATES, parts=STATES.parts[:1]),
+        replace(STATES, parts=(replace(STATES.parts[0], dtype="float16"), STATES.parts[1])),
+    ]
+    forms = [form, *(replace(form, states=states) for states in (STATES, *others))]
+    assert len({each.namespace(b"m") for each in forms}) == 5
+    sliced = replace(form, states=STATES.sliced(2, 4, 100))
+    assert sliced.namespace(b"m") == forms[1].namespace(b"m")
+    assert (
+        forms[1]
+        .describe(b"m")
+        .endswith(
+            "layout 1, 6 states of conv [12, 30] bfloat16, sum [8, 16] float32, state layout 1"
+        )
+    )
+
+
+def test_a_slot_is_cut_into_whole_objects_slice_by_slice() -> None:
+    """A slice has 3 layers of 6 x 30 x 2 bytes, filled up to 368, and 4 x 16 x 4 bytes."""
+    form = TransferForm(8, "bfloat16", 2, 2, STATES)
+    slicing = BlockSlicing(LAYOUT, form, PoolShare(num_blocks=5))
+    object_bytes = 2 * 2 * 8 * 6 * 2
+    assert slicing.object_layout.block_bytes == object_bytes == 384
+    assert slicing.slots == STATES.sliced(2, 2, object_bytes)
+    units = -(-3 * (368 + 256) // object_bytes)
+    assert slicing.slots.units == units == 5
+    assert slicing.slots.slot_bytes == 4 * units * object_bytes
+    assert slicing.slots.state_bytes == STATES.state_bytes == 6 * (720 + 512)
+    first, num_blocks = 5 * 2 * 4, 5 * 2
+    assert slicing.first_state_object == first
+    assert slicing.object_ids([9]) == (36, 37, 38, 39)
+    assert slicing.object_ids([num_blocks]) == (first, first + 5, first + 10, first + 15)
+    slot = range(num_blocks + 2 * units, num_blocks + 3 * units)
+    assert sorted(slicing.object_ids(slot)) == list(range(first + 40, first + 60))
+    runs = [object_runs(slicing, number) for number in slicing.object_ids([slot[1]])]
+    assert runs == [(5, (((40 + index * 5 + 1) * 384, 384),)) for index in range(4)]
+
+
+def test_shares_of_states_are_cut_into_the_slices_of_the_whole() -> None:
+    form = TransferForm(16, "bfloat16", 2, 2, STATES)
+    whole = BlockSlicing(LAYOUT, form).slots
+    assert whole is not None
+    parts = [
+        BlockSlicing(share.layout_of(LAYOUT), form, share).slots
+        for share in (PoolShare(1, 2), PoolShare(stage=1, num_stages=2), PoolShare(1, 2, 0, 2))
+    ]
+    assert [part.slot_bytes * n for part, n in zip(parts, (2, 2, 4), strict=True) if part] == [
+        whole.slot_bytes
+    ] * 3
+    assert all(part is not None and part.units == whole.units for part in parts)
+
+
+def test_states_of_objects_of_another_data_type_have_byte_runs() -> None:
+    form = TransferForm(16, "float32", states=STATES)
+    slicing = BlockSlicing(LAYOUT, form, PoolShare(num_blocks=3))
+    assert object_runs(slicing, 2) is None
+    assert object_runs(slicing, 4) == (3, ((LAYOUT.block_bytes * 2, LAYOUT.block_bytes * 2),))
 
 
 def test_blocks_are_not_sliced_without_a_form() -> None:
@@ -99,6 +164,18 @@ def test_layer_slices_of_a_block_are_in_order() -> None:
         (TransferForm(16, "bfloat16", 1, 3), PoolShare(), "layer-slices is 3.*2 layers of a block"),
         (TransferForm(16, "bfloat16", 1, 0), PoolShare(), "--kv-transfer-layer-slices is 0"),
         (TransferForm(1, "fp8_e4m3"), PoolShare(), "multiple of 2 for fp8_e4m3"),
+        (
+            TransferForm(
+                16, "bfloat16", 4, 1, replace(STATES, parts=(StatePart("conv", 6, 1, "float32"),))
+            ),
+            PoolShare(),
+            "head-slices is 4; it must be a divisor of the 6 heads of the states' conv",
+        ),
+        (
+            TransferForm(16, "bfloat16", 1, 2, replace(STATES, num_layers=3)),
+            PoolShare(),
+            "layer-slices is 2; it must be a divisor of the 3 recurrent layers",
+        ),
     ],
 )
 def test_impossible_slices_are_refused(form: TransferForm, share: PoolShare, message: str) -> None:

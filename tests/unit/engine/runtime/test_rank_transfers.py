@@ -62,7 +62,7 @@ def open_transfers(
     connector: Any = (None, worker)
     rank.open(connector, runner, ranks)
     layout: Any = None
-    own.send(PoolMessage(layout, None))
+    own.send(PoolMessage(layout, None, 2))
     assert own.poll(WAIT_S)
     own.recv()
     return rank, worker, own

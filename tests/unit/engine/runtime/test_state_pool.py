@@ -42,14 +42,20 @@ def test_host_slots_are_in_the_proportion_of_blocks():
     assert decide_num_host_slots(10, 100, 0) == 0
 
 
-def test_parts_of_slots_are_apart_and_inside_of_their_blocks():
-    num_blocks = num_region_blocks(STATES, LAYOUT, 7)
-    assert num_blocks == -(-7 * 128 // LAYOUT.block_bytes)
+@pytest.mark.parametrize(
+    ("layer_slices", "head_slices", "unit_bytes"), [(1, 1, 16), (1, 2, 40), (2, 1, 100), (2, 2, 12)]
+)
+def test_parts_of_slots_are_apart_and_inside_of_their_blocks(layer_slices, head_slices, unit_bytes):
+    parts = (StatePart("a", 6, 5, "bfloat16"), StatePart("b", 2, 4, "float32"))
+    states = StateLayout(2, parts).sliced(layer_slices, head_slices, unit_bytes)
+    num_blocks = num_region_blocks(states, LAYOUT, 7)
+    assert num_blocks == -(-7 * states.slot_bytes // LAYOUT.block_bytes)
     pool = torch.zeros(2 + num_blocks + 1, *LAYOUT.block_shape)
-    memory = StateMemory.of(pool[2 : 2 + num_blocks], STATES, 1)
+    memory = StateMemory.of(pool[2 : 2 + num_blocks], states, 1)
     assert len(memory.slots) >= 7
     parts = [part for layer in memory.layers for part in layer]
-    assert [tuple(part.shape[1:]) for part in parts] == [(1, 3, 5), (1, 2, 4)] * 2
+    shapes = [(head_slices, 6 // head_slices, 5), (head_slices, 2 // head_slices, 4)]
+    assert [tuple(part.shape[1:]) for part in parts] == shapes * 2
     assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32] * 2
     for number, part in enumerate(parts, 1):
         for slot in range(len(memory.slots)):

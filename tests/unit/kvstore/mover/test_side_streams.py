@@ -8,9 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from kvstore.layout import StateLayout, StatePart
 from kvstore.mover.side_streams import SideStreamCopier
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import BlockSlicing
+from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 from tests.support.connector_rig import LAYOUT
 
 SLICING = BlockSlicing.of(LAYOUT)
@@ -75,6 +76,30 @@ def test_gathered_and_scattered_blocks_are_unchanged(streams: list[FakeStream], 
     assert torch.equal(pool[3:6], before[[7, 0, 12]])
     rest = [0, 1, 2, *range(6, 16)]
     assert torch.equal(pool[rest], before[rest])
+
+
+def test_slots_are_gathered_as_they_are_between_converted_blocks(
+    streams: list[FakeStream], pool
+) -> None:
+    states = StateLayout(2, (StatePart("s", 3, 70, "float32"),))
+    form = TransferForm(2, "float16", states=states)
+    slicing = BlockSlicing(LAYOUT, form, PoolShare(num_blocks=10))
+    assert slicing.slots is not None
+    assert slicing.slots.units == 8
+    slots = pool[10:].view(-1).view(torch.uint8)
+    slots.copy_(torch.randint(256, slots.shape, dtype=torch.uint8))
+    before = pool.clone()
+    copier = SideStreamCopier(pool, slicing)
+    assert torch.equal(pool[10:].view(torch.uint8), before[10:].view(torch.uint8))
+
+    segment = Segment(slicing.object_layout, pinned=False)
+    second_slot = range(20 + 8, 20 + 16)
+    copier.gather([7, *second_slot, 12], segment).wait()
+    copier.scatter(segment, [2, *range(20, 28), 3]).wait()
+    slot_bytes = slicing.slots.slot_bytes
+    assert torch.equal(slots[:slot_bytes], slots[slot_bytes : 2 * slot_bytes])
+    assert torch.equal(pool[1, ..., :2, :], before[3, ..., 2:, :].half().float())
+    assert torch.equal(pool[1, ..., 2:, :], before[6, ..., :2, :].half().float())
 
 
 def test_each_direction_has_its_stream(streams: list[FakeStream], pool) -> None:
