@@ -50,7 +50,7 @@ class HalvedWorker(KvConnectorWorker):
         share: PoolShare = WHOLE,
     ) -> None:
         assert form is not None
-        assert share == WHOLE
+        assert share.degree == 1
         self._pool, self._size = pool, form.block_size
         self._count = layout.block_size // form.block_size
         half = replace(layout, num_kv_heads=layout.num_kv_heads // _NUM_RANKS)
