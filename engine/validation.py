@@ -1,10 +1,9 @@
-"""Checks of requests before an engine queues them, and of a model with states before it starts."""
+"""Checks of requests before an engine queues them, and of flags for a model with states."""
 
 import math
 from collections.abc import Sequence
 
 from baton.common.errors import (
-    ConfigurationError,
     FailedPreconditionError,
     InvalidArgumentError,
     Reason,
@@ -18,7 +17,7 @@ from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff, connector_name
 
-__all__ = ["check_request", "check_states", "num_blocks_needed", "why_no_states"]
+__all__ = ["check_request", "num_blocks_needed", "why_no_states"]
 
 _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
@@ -32,25 +31,10 @@ _MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to tw
 _MAX_BAD_WORD_TOKENS = 64
 
 
-def check_states(config: EngineConfig, info: ModelInfo) -> None:
-    """Refuses a connector for a model that has recurrent layers, whatever its runner can do.
-
-    Raises:
-        ConfigurationError: names the flag and what is missing.
-    """
-    if info.states is not None and config.kv_connector is not None:
-        raise ConfigurationError(f"the model has recurrent layers; {why_no_states(config)}")
-
-
 def why_no_states(config: EngineConfig) -> str:
     """Returns why a model with recurrent layers cannot be served with these flags, naming what is
     missing; empty if it can.
     """
-    if config.kv_connector is not None:
-        return (
-            f"--kv-connector is {config.kv_connector}, but KV connectors cannot transfer states "
-            "yet: leave it out, and let one engine compute prompts and answers"
-        )
     speculative = config.speculative_config
     if speculative is not None and speculative.has_model:
         return (
@@ -91,7 +75,8 @@ def check_request(
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
         request.handoff.check_compatible(namespace=namespace, connector=connector)
-        _check_handoff(request, request.handoff, config.transfer_block_size)
+        has_states = info.states is not None
+        _check_handoff(request, request.handoff, config.transfer_block_size, has_states)
 
 
 def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:
@@ -291,7 +276,9 @@ def _tokens_in_words(request: EngineRequest, info: ModelInfo) -> str:
     return f"{_max_kv_tokens(spec, info)} tokens{each}"
 
 
-def _check_handoff(request: EngineRequest, handoff: KvHandoff, block_size: int) -> None:
+def _check_handoff(
+    request: EngineRequest, handoff: KvHandoff, block_size: int, has_states: bool
+) -> None:
     if not request.has_begun:
         raise InvalidArgumentError(
             "candidates and first_beams are empty; a handoff needs first tokens"
@@ -301,7 +288,9 @@ def _check_handoff(request: EngineRequest, handoff: KvHandoff, block_size: int) 
         # Of a request that was moved. The last token has no KV: it was drawn, not computed.
         prompt += request.progress[0].output_token_ids[:-1]
     num_full = len(prompt) // block_size * block_size
-    if handoff.num_tokens not in (len(prompt), num_full or len(prompt)):
+    # A request that was moved is handed over as far as its engine had kept states.
+    is_kept = has_states and handoff.num_tokens in range(block_size, num_full, block_size)
+    if not is_kept and handoff.num_tokens not in (len(prompt), num_full or len(prompt)):
         limit = f"the prompt's {len(prompt)}, or the {num_full} in its full blocks"
         raise InvalidArgumentError.for_field("handoff.num_tokens", handoff.num_tokens, limit)
     keys = BlockKeyChain(handoff.namespace, block_size, cache_salt=request.spec.cache_salt)

@@ -4,6 +4,7 @@
     key_i = H("full", key_{i-1}, tokens of block i)
     tail  = H("tail", key_{n-1}, tokens of the partial block, handoff id)
     group = H("group", key, number), if a model's layers form groups
+    state = H("state", key, number), a part of the states of recurrent layers after its tokens
     slice = H("slice", key, number), if a block's layers and heads are cut into slices
 
 A key identifies the tokens of its block, all tokens before it and, through the
@@ -27,6 +28,7 @@ __all__ = [
     "describe_namespace",
     "layer_group_key",
     "slice_key",
+    "state_key",
     "tail_key",
 ]
 
@@ -210,6 +212,16 @@ def layer_group_key(key: bytes, group: int) -> bytes:
     For group 0 it is `key` itself, so a model with one group has plain keys.
     """
     return _hash(b"group", key, group.to_bytes(4, "little")) if group else key
+
+
+def state_key(key: bytes, unit: int) -> bytes:
+    """Returns the key of one part of the states of recurrent layers after the tokens of `key`.
+
+    Args:
+        key: key of the block that these tokens end with.
+        unit: number of the part; a slot is moved in parts that are as long as objects of blocks.
+    """
+    return _hash(b"state", key, unit.to_bytes(4, "little"))
 
 
 def slice_key(key: bytes, number: int) -> bytes:

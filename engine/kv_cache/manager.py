@@ -105,6 +105,22 @@ class KvCacheManager:
         limit = min(len(keys), (num_tokens - 1) // self.spec.block_size)
         return self._prefixes.match(keys, limit if self._enable_prefix_caching else 0)
 
+    def match_for_load(
+        self, match: PrefixMatch, keys: Sequence[bytes], num_loaded: int
+    ) -> PrefixMatch:
+        """Returns the longest cached prefix of a sequence whose first tokens are loaded, at most of
+        these. As states are loaded that lie behind it, it needs none.
+
+        Args:
+            match: result of `match_prefix`.
+            keys: keys of the sequence's full blocks.
+            num_loaded: number of tokens whose KV will be loaded.
+        """
+        if self.states is None or not self._enable_prefix_caching:
+            return match
+        limit = min(len(keys), num_loaded // self.spec.block_size)
+        return self._prefixes.match(keys, limit, needs_states=False)
+
     def register(self, table: BlockTable, keys: Sequence[bytes], num_computed: int) -> None:
         """Offers full, computed blocks to the prefix cache, each once.
 
@@ -177,8 +193,10 @@ class KvCacheManager:
         """
         if self.spec.blocks_for(num_tokens) > self.pool.num_blocks:
             return Allocation.NEVER
-        if self.states is not None and not self.states.can_admit(match.blocks[-1], alone=alone):
-            return Allocation.LATER
+        if self.states is not None:
+            matched = () if num_loaded else match.blocks[-1]
+            if not self.states.can_admit(matched, alone=alone):
+                return Allocation.LATER
         num_new, num_revived = self._tokens.count_admission(num_tokens, match, num_loaded)
         return self.pool.can_allocate(num_new, num_revived + (0 if alone else self._watermark))
 
@@ -186,24 +204,27 @@ class KvCacheManager:
         """Allocates a sequence's blocks; the arguments are those of `can_admit`.
 
         A layer group without a window gets all its blocks; one with a window gets as many
-        as it ever holds at once. A model with states gets its current slot, or that which
-        was matched. The caller has checked `can_admit`.
+        as it ever holds at once. A model with states gets its current slot, for the states
+        that are loaded, or that which was matched. The caller has checked `can_admit`.
         """
         if self._enable_prefix_caching:
             self.num_queries += num_tokens
             self.num_hits += match.num_blocks * self.spec.block_size
         blocks, first_live = self._tokens.admit(num_tokens, match, num_loaded)
+        num_registered, num_applied = match.num_blocks, match.num_blocks * self.spec.block_size
         if self.states is not None:
-            slots, first = self.states.admit(match)
+            slots, first = self.states.admit(match, num_loaded)
             blocks.append(slots)
             first_live.append(first)
+            if num_loaded:
+                num_registered, num_applied = min(num_registered, first), num_loaded
         return BlockTable(
             blocks,
             first_live,
-            match.num_blocks,
+            num_registered,
             epoch=self._epoch,
             num_known=num_tokens,
-            num_applied=match.num_blocks * self.spec.block_size,
+            num_applied=num_applied,
         )
 
     # Growth.

@@ -43,16 +43,22 @@ class PrefixCache:
         self._spec = spec
         self._fence = fence
 
-    def match(self, keys: Sequence[bytes], limit: int) -> PrefixMatch:
+    def match(self, keys: Sequence[bytes], limit: int, *, needs_states: bool = True) -> PrefixMatch:
         """Returns the longest prefix, of at most `limit` blocks, that all layer groups have.
 
         A layer group without a window needs every block of it; a layer group with a
         window needs those that the first token after the prefix sees, and the layer
         group of states the last one. O(limit) per layer group.
+
+        Args:
+            keys: keys of a sequence's full blocks.
+            limit: the most blocks.
+            needs_states: whether the layer group of states counts.
         """
         length = limit
         found: dict[int, list[int]] = {}  # by layer group without a window
-        windowed = [] if self._spec.state_group is None else [self._spec.state_group]
+        state_group = self._spec.state_group
+        windowed = [] if state_group is None or not needs_states else [state_group]
         for layer_group, window in enumerate(self._spec.windows):
             if window is None:
                 found[layer_group] = self._pool.match(islice(keys, length), layer_group)

@@ -49,17 +49,29 @@ class StateSlots:
         """Whether a new sequence gets a current slot.
 
         A free slot that it has matched is enough if nothing else runs: if it gets no other one, it
-        goes on in that.
+        goes on in that. So is one into which its states are loaded.
+
+        Args:
+            matched: the slot at which the sequence goes on; empty if it begins, or is loaded.
+            alone: whether nothing else runs.
         """
         num_revived = len(matched) - self._pool.num_held(matched)
         is_enough = alone and num_revived == 1
         return num_revived + (not is_enough) <= self._pool.num_free_slots
 
-    def admit(self, match: PrefixMatch) -> tuple[list[int], int]:
+    def admit(self, match: PrefixMatch, num_loaded: int) -> tuple[list[int], int]:
         """Returns the table of a new sequence, and the index of its first entry.
 
         That is the slot of the matched prefix; without one, a new slot.
+
+        Args:
+            match: the matched prefix.
+            num_loaded: number of tokens after which states are loaded, into a new slot; 0 if none
+                are.
         """
+        if num_loaded:
+            first = (num_loaded - 1) // self._spec.block_size
+            return [*[NO_BLOCK] * first, *self._pool.allocate_slots(1)], first
         num_blocks, matched = match.num_blocks, match.blocks[self._layer_group]
         if matched:
             self._pool.acquire(matched)
@@ -146,6 +158,39 @@ class StateSlots:
                 )
                 return end if is_held else 0
         return 0
+
+    def slot_after(self, table: BlockTable, num_tokens: int) -> int:
+        """Returns the slot with the state after the first `num_tokens` tokens.
+
+        Args:
+            table: a sequence's table.
+            num_tokens: result of `kept_end`, or that of all tokens that steps have applied.
+        """
+        slot = table.blocks[self._layer_group][(num_tokens - 1) // self._spec.block_size]
+        is_kept = num_tokens % self._spec.block_size == 0
+        assert slot != NO_BLOCK
+        assert is_kept or num_tokens == table.num_applied, "a step may store to it"
+        return slot
+
+    def slot_to_save(self, table: BlockTable, index: int, key: bytes) -> int | None:
+        """Returns the slot with the state at the end of a block, if it can be saved: no step stores
+        to it as long as others own it.
+
+        A slot that has left the table may still be cached. The current slot is saved only if
+        another one is free, in which the sequence goes on meanwhile.
+
+        Args:
+            table: a sequence's table.
+            index: of a block that steps which are committed have filled.
+            key: the block's key.
+        """
+        blocks = table.blocks[self._layer_group]
+        is_current = index == len(blocks) - 1
+        if is_current and self._pool.num_free_slots <= self.num_reserved:
+            return None
+        if index < len(blocks) and blocks[index] != NO_BLOCK:
+            return blocks[index]
+        return self._pool.lookup(key, self._layer_group)
 
     def rewind(self, table: BlockTable, end: int) -> None:
         """Takes a table back to `end`, so that its tokens from there on are computed again.

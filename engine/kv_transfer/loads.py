@@ -141,28 +141,31 @@ class Loads:
 
     # From admission on.
 
-    def start(self, group: SequenceGroup, num_loadable: int, num_queued_tokens: int = 0) -> bool:
-        """Loads those of the first `num_loadable` transfer blocks that the group's lead lacks.
+    def start(
+        self, group: SequenceGroup, num_loadable: int, num_missing: int, num_queued_tokens: int
+    ) -> bool:
+        """Loads those of the first `num_loadable` transfer blocks that the group's lead lacks, and
+        the states at their end.
 
         Args:
-            group: a group that was admitted with blocks for them.
+            group: a group that was admitted, with blocks for them unless it has all.
             num_loadable: from `num_loadable`.
+            num_missing: tokens that would be computed instead; 0 if the lead has found all in
+                the prefix cache.
             num_queued_tokens: other tokens that would be computed before them.
 
         Returns:
             Whether there was anything to load.
         """
-        lead, transfer = group.lead, group.transfer
+        transfer = group.transfer
         num_tokens = self.num_loaded_tokens(group, num_loadable)
         handoff, transfer.pending_handoff = transfer.pending_handoff, None
         transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
-        if num_loadable <= lead.num_computed // self._cut.size:
+        if not num_missing:
             self._drop_handoff(group)
             return False
         job = self._load(group, handoff, num_loadable, num_tokens)
-        job.estimate = self._costs.start(
-            num_tokens - lead.num_computed, num_queued_tokens, self._clock()
-        )
+        job.estimate = self._costs.start(num_missing, num_queued_tokens, self._clock())
         self._limit_wait(job)
         transfer.load_job = job.job_id
         return True
@@ -215,43 +218,49 @@ class Loads:
 
     def _num_found(self, group: SequenceGroup) -> int | None:
         lead, transfer = group.lead, group.transfer
-        num_keys = (len(lead.token_ids) - 1) // self._cut.size
-        if num_keys == 0:
+        ends = self._cut.loadable_ends(group.num_prompt, len(lead.token_ids))
+        if not ends:
             return 0
         if transfer.lookup_job is None:
             if self._is_cached(lead):
                 return 0
-            keys = self._cut.object_keys(lead.keys.extend(lead.token_ids)[:num_keys])
+            keys = self._cut.lookup_keys(lead.keys.extend(lead.token_ids), ends)
             transfer.lookup_job = self._connector.lookup(keys)
             self._jobs.add(Lookup(job_id=transfer.lookup_job, group=group, num_keys=len(keys)))
         num_found = self._connector.num_found(transfer.lookup_job)
-        return None if num_found is None else num_found // len(self._spec.windows)
+        return None if num_found is None else self._cut.last_found(ends, num_found)
 
     def _is_cached(self, lead: Sequence) -> bool:
-        """Returns whether the last full block is in the prefix cache, and so most likely all.
+        """Returns whether the last full block is in the prefix cache, with the states at its end,
+        and so most likely all.
 
         Then a look-up would only delay the request.
         """
         num_blocks = (len(lead.token_ids) - 1) // self._spec.block_size
         if not num_blocks or self._spec.windows != (None,) or not self._caches_prefixes:
             return False
-        keys = lead.keys.extend_pool(lead.token_ids)
-        return self._pool.lookup(keys[num_blocks - 1]) is not None
+        key = lead.keys.extend_pool(lead.token_ids)[num_blocks - 1]
+        layer_groups = range(self._spec.num_layer_groups)
+        return all(self._pool.lookup(key, layers) is not None for layers in layer_groups)
 
     def _load(
         self, group: SequenceGroup, handoff: KvHandoff | None, num_loadable: int, num_tokens: int
     ) -> Load:
-        lead = group.lead
+        lead, end = group.lead, num_loadable - 1
         assert lead.table is not None
         layer_groups = range(len(self._spec.windows))
+        keys = handoff.block_keys if handoff else lead.keys.keys
         items = list(
             self._cut.items(
                 range(lead.num_computed // self._cut.size, num_loadable),
-                handoff.block_keys if handoff else lead.keys.keys,
+                keys,
                 lead.table.blocks,
                 [self._spec.first_live(layers, num_tokens) for layers in layer_groups],
             )
         )
+        if self._spec.states is not None:
+            # The states come last: without them, nothing counts as loaded from there on.
+            items += self._cut.state_items(end, keys[end], lead.table.blocks[-1][-1])
         job_id = self._connector.load(
             [item.key for item in items], [item.transfer_id for item in items], handoff
         )

@@ -125,6 +125,7 @@ class Prefetches:
         being loaded, as far as there is room that no running request needs. It stops at the
         first block without room, as a prefix match cannot skip a gap; the request itself loads
         the rest. Models with sliding windows do not prefetch.
+        States are never prefetched: they come with the load of the request itself.
 
         Args:
             handoff: names the portion's full transfer blocks.

@@ -34,8 +34,10 @@ class SavePolicy:
         """Returns what an engine saves: only blocks that another request can find."""
         # Without layer slices a block is saved at once, after its step. With overlapped steps a
         # step may start before the one before it has failed, and compute from incomplete KV.
+        # States are complete with the last of their layers.
         ahead = (
             connector.saves_ahead
+            and spec.states is None
             and config.transfer_layer_slices > 1
             and not config.async_scheduling
         )

@@ -3,7 +3,8 @@
 Prompts are saved block by block while they are computed, so that another engine can load the
 first blocks before the last chunk is computed. Generated blocks are saved by policy: when a
 sequence ends, every few blocks, or not at all. A partial last block is saved for a handoff only:
-its full transfer blocks, and the tail.
+its full transfer blocks, and the tail. Of a model with recurrent layers, a handoff has the states
+at its end, too, and with the blocks those states are saved from which other requests go on.
 
 If the connector saves ahead, it receives the blocks that a step fills before the step runs. So
 their first layers are saved while the step computes the others.
@@ -13,7 +14,7 @@ from collections import OrderedDict, abc
 
 from engine.groups.group import Sequence, SequenceGroup
 from engine.groups.states import new_handoff_id, overlap
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.jobs import JobTable, Save
 from engine.kv_transfer.save_policy import SavePolicy
@@ -36,7 +37,7 @@ class Saves:
 
     Args:
         connector: the scheduler half.
-        pool: the block pool, in which save jobs hold references.
+        kv: the KV cache manager. Save jobs hold references in its pool.
         cut: how pool blocks are cut into transfer blocks.
         jobs: the table for the jobs.
         namespace: digest that block keys are rooted in.
@@ -47,7 +48,7 @@ class Saves:
     def __init__(
         self,
         connector: KvConnectorScheduler,
-        pool: BlockPool,
+        kv: KvCacheManager,
         cut: TransferBlocks,
         jobs: JobTable,
         *,
@@ -56,15 +57,16 @@ class Saves:
         metrics: TransferMetrics,
     ) -> None:
         self._connector = connector
-        self._pool = pool
+        self._kv = kv
+        self._pool = kv.pool
         self._block_size = cut.spec.block_size
         self._cut = cut
         self._jobs = jobs
         self._namespace = namespace
         self._policy = policy
         self._metrics = metrics
-        # Object keys of tails, by handoff, until the handoff is released.
-        self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
+        # Block keys of tails, by handoff, until the handoff is released.
+        self._tail_keys: OrderedDict[str, bytes] = OrderedDict()
 
     # What is saved, and when.
 
@@ -102,23 +104,37 @@ class Saves:
         """Saves the KV of a running group that continues on another engine.
 
         A store gets the blocks of all candidates, by policy. Other connectors hand over the KV of
-        a single candidate that decodes; other KV is computed again.
+        a single candidate that decodes; other KV is computed again. With states, stores hand it
+        over as well, because requests only look for states at some places.
         """
+        transfer, num_tokens = group.transfer, self._num_movable(group)
+        if num_tokens:
+            transfer.handoff_id = new_handoff_id()
         for branch in group.branches:
             self.save_ended(branch)
-        if self._connector.finds_by_key or len(group.branches) > 1 or group.is_returning:
-            return
-        (sequence,), transfer = group.branches, group.transfer
-        if sequence.num_computed < len(sequence.token_ids) - 1:
-            return
-        transfer.handoff_id = new_handoff_id()
-        transfer.num_saved = sequence.num_saved = 0
-        self._save_up_to(sequence, sequence.num_computed // self._block_size)
-        self._save_tail(group, sequence, sequence.num_computed)
+        if num_tokens:
+            (sequence,) = group.branches
+            if not self._connector.finds_by_key:
+                transfer.num_saved = sequence.num_saved = 0
+            self._save_up_to(sequence, num_tokens // self._block_size)
+            self._save_tail(group, sequence, num_tokens)
+
+    def _num_movable(self, group: SequenceGroup) -> int:
+        """Returns how many tokens' KV a group that moves hands over."""
+        states = self._kv.states
+        if (self._connector.finds_by_key and states is None) or group.is_returning:
+            return 0
+        lead = group.lead
+        if len(group.branches) > 1 or lead.num_computed < len(lead.token_ids) - 1:
+            return 0
+        if states is None or lead.table is None:
+            return lead.num_computed
+        # Steps in flight may have applied further tokens to the current states.
+        return states.kept_end(lead.table, lead.num_computed)
 
     def _save_tail(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
-        """Saves a sequence's blocks after the full ones of the pool, and makes the handoff of its
-        first `num_tokens` tokens.
+        """Saves a sequence's blocks after the full ones of the pool, and the states at the end, and
+        makes the handoff of its first `num_tokens` tokens.
         """
         table, transfer = sequence.table, group.transfer
         assert table is not None
@@ -130,7 +146,11 @@ class Saves:
         if full := [item for item in items if item.index < num_full]:
             self._save(group, num_saved, full, 0)
         for tail in [item for item in items if item.index >= num_full]:
-            self._save(group, num_saved, [tail], num_tail)
+            self._save(group, num_saved, [tail], num_tail, is_tail=True)
+        if self._kv.states is not None:
+            slot = self._kv.states.slot_after(table, num_tokens)
+            states = list(self._cut.state_items(len(keys) - 1, keys[-1], slot))
+            self._save(group, num_saved, states, 0, is_tail=num_tail > 0)
         transfer.handoff = self._make_handoff(group, keys, num_tokens)
 
     # Handoffs.
@@ -169,8 +189,8 @@ class Saves:
             return None
         transfer.handoff_sent = True
         self._connector.offer(handoff.handoff_id)
-        if keys := self._tail_of(handoff):
-            self._tail_keys[handoff.handoff_id] = keys
+        if handoff.num_tokens % self._cut.size:
+            self._tail_keys[handoff.handoff_id] = handoff.block_keys[-1]
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
         if group.hands_over and group.times.first_token_at is not None:
@@ -183,8 +203,8 @@ class Saves:
         Full blocks in a store stay there for other requests.
         """
         self._connector.end_lease(handoff_id)
-        if keys := self._tail_keys.pop(handoff_id, None):
-            self._connector.delete(keys)
+        if key := self._tail_keys.pop(handoff_id, None):
+            self._connector.delete(self._cut.object_keys(key))
 
     def take_back(self, group: SequenceGroup) -> None:
         """Ends the lease of a preempted group, so that its lent blocks come free.
@@ -283,12 +303,34 @@ class Saves:
         count, table = self._cut.per_block, sequence.table
         # Blocks behind a window are not in the table: they were found, not computed here.
         indices = range(first * count, end * count)
-        items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
+        states = self._states_of(sequence, range(first, end))
+        items = list(self._cut.items(indices, keys, table.blocks, table.first_live, states))
         sequence.num_saved = end
         transfer.num_saved = max(transfer.num_saved, min(end, group.num_prompt // self._block_size))
         if items:
-            num_found = max(0, group.num_matched - first) * count * len(table.blocks)
-            self._save(group, first, items, 0, num_found=min(num_found, len(items)), step=step)
+            num_found = sum(item.index < group.num_matched * count for item in items)
+            self._save(group, first, items, 0, num_found=num_found, step=step)
+
+    def _states_of(self, sequence: Sequence, indices: range) -> dict[int, int]:
+        """Returns the slots of the states to save with computed blocks, by the block that they lie
+        at the end of.
+
+        These are the states that other requests look for. A slot that has left the sequence's
+        table may still be cached.
+        """
+        states, table, group = self._kv.states, sequence.table, sequence.group
+        if states is None or not self._connector.finds_by_key:
+            return {}
+        assert table is not None
+        keys = sequence.keys.extend_pool(sequence.token_ids)
+        slots: dict[int, int] = {}
+        for index in indices:
+            is_handed_over = group.hands_over and (index + 1) * self._block_size == group.num_prompt
+            if self._cut.spec.caches_state(index, table.num_known) and not is_handed_over:
+                slot = states.slot_to_save(table, index, keys[index])
+                if slot is not None:
+                    slots[index] = slot
+        return slots
 
     def _save(
         self,
@@ -297,6 +339,7 @@ class Saves:
         items: abc.Sequence[TransferItem],
         num_tail: int,
         *,
+        is_tail: bool = False,
         num_found: int = 0,
         step: int = 0,
     ) -> None:
@@ -307,6 +350,7 @@ class Saves:
             first: index of the first pool block with an item.
             items: what to save.
             num_tail: tokens in the last item if it is a partial tail; else 0.
+            is_tail: whether the items belong to a partial tail.
             num_found: leading items that were found in the prefix cache.
             step: the step that computes the items; 0 if they are computed.
         """
@@ -326,7 +370,7 @@ class Saves:
             group=group,
             lease_id=lease_id,
             step=step,
-            is_tail=num_tail > 0,
+            is_tail=is_tail,
         )
         self._pool.acquire(job.block_ids)
         self._jobs.add(job)
@@ -341,9 +385,11 @@ class Saves:
         )
 
     def _without_tail(self, group: SequenceGroup, handoff: KvHandoff) -> KvHandoff | None:
-        """Returns a handoff of the full blocks of another one; None if there are none."""
+        """Returns a handoff of the full blocks of another one; None if there are none, or if no
+        states are saved that lie at their end.
+        """
         num_full = handoff.num_tokens // self._cut.size
-        if not num_full:
+        if not num_full or self._kv.states is not None:
             return None
         keys = handoff.block_keys[:num_full]
         return self._make_handoff(group, keys, num_full * self._cut.size)
@@ -352,7 +398,7 @@ class Saves:
         """Returns the object keys of a handoff's tail, which only its own request can load."""
         if handoff.num_tokens % self._cut.size == 0:
             return []
-        return self._cut.object_keys(handoff.block_keys[-1:])
+        return self._cut.object_keys(handoff.block_keys[-1])
 
     def _delete_tail(self, group: SequenceGroup) -> None:
         """Deletes a tail that no handoff names once the group has no open save."""
@@ -369,7 +415,9 @@ class Saves:
         transfer = group.transfer
         if transfer.pending_saves or not transfer.is_poisoned:
             return
-        num_known = transfer.num_saved * self._cut.per_block
-        known = group.lead.keys.extend(group.lead.token_ids)[:num_known]
-        doomed = dict.fromkeys((*self._cut.object_keys(known), *transfer.published))
-        self._connector.delete(list(doomed))
+        num_known = transfer.num_saved * self._block_size
+        keys = group.lead.keys.extend(group.lead.token_ids)
+        known = self._cut.lookup_keys(
+            keys, self._cut.loadable_ends(group.num_prompt, num_known + 1)
+        )
+        self._connector.delete(list(dict.fromkeys((*known, *transfer.published))))

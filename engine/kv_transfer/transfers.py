@@ -39,6 +39,7 @@ class Transfers:
         connector: the scheduler half.
         kv: the KV cache manager.
         block_size: tokens per transfer block.
+        num_units: transfer blocks that a slot with states is moved as.
         namespace: digest that block keys are rooted in.
         policy: what is saved.
         timeout_s: how long a job may take to report.
@@ -59,6 +60,7 @@ class Transfers:
         kv: KvCacheManager,
         *,
         block_size: int,
+        num_units: int = 0,
         namespace: bytes,
         policy: SavePolicy,
         timeout_s: float,
@@ -72,12 +74,12 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self.jobs = jobs = JobTable(timeout_s)
-        cut = TransferBlocks(kv.spec, block_size)
+        cut = TransferBlocks(kv.spec, block_size, kv.pool.num_blocks, num_units)
         self.prefetches = Prefetches(connector, kv, cut, jobs, costs, clock)
         self.loads = Loads(connector, kv, cut, jobs, self.prefetches, costs, metrics, clock)
         self.saves = Saves(
             connector,
-            kv.pool,
+            kv,
             cut,
             jobs,
             namespace=namespace,

@@ -27,7 +27,7 @@ from engine.runner import ModelInfo, Runner
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from engine.step_watch import StepWatch
-from engine.validation import check_request, check_states
+from engine.validation import check_request
 from kvstore.connector import Connector, null_connector
 from kvstore.guard.metrics import KvMetrics, TransferMetrics
 from kvstore.guard.status import BackendStatus
@@ -72,7 +72,6 @@ class EngineCore:
         connector: Connector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_states(config, runner.info)
         self.config = config
         self.info: ModelInfo = runner.info
         self.num_blocks = runner.num_blocks

@@ -250,11 +250,13 @@ class Admission:
         match = self._kv.match_prefix(keys, num_tokens)
         num_cached = match.num_blocks * self._config.block_size
         num_queued = self._queues.num_begun_tokens
-        if num_loaded > num_cached and not loads.is_worth_loading(
-            group, num_loaded - num_cached, num_queued
-        ):
-            return self._admit(group, plan)  # now it has nothing to load
-        if num_loaded <= num_cached:
+        num_missing = max(0, num_loaded - num_cached)
+        if num_missing:
+            if not loads.is_worth_loading(group, num_missing, num_queued):
+                return self._admit(group, plan)  # now it has nothing to load
+            match = self._kv.match_for_load(match, keys, num_loaded)
+            num_cached = match.num_blocks * self._config.block_size
+        else:
             num_loaded = 0
             if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
                 return True
@@ -270,7 +272,7 @@ class Admission:
         lead.num_computed = lead.num_scheduled = num_cached
         group.num_matched = match.num_blocks
         self._branches.seat(lead)
-        if loads.start(group, num_loadable, num_queued):
+        if loads.start(group, num_loadable, num_missing, num_queued):
             self._queues.start_loading(group)
         else:
             self._start_running(group, plan)

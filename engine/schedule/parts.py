@@ -123,6 +123,7 @@ class SchedulerParts:
             connector,
             kv,
             block_size=config.transfer_block_size,
+            num_units=0 if info.states is None else info.states.units,
             namespace=namespace,
             policy=SavePolicy.of(config, spec, connector),
             timeout_s=config.kv_transfer_timeout_s,

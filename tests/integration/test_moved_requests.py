@@ -108,8 +108,7 @@ def test_a_moved_request_keeps_its_tokens_and_brings_its_kv(
         pair.finish(moved)
         computed = num_computed(pair.new)
     assert pair.tokens() == reference_greedy(pair.path, PROMPT, NUM_TOKENS)
-    known = len(PROMPT) + len(moved.progress[0].output_token_ids)
-    to_draw = len(PROMPT) + NUM_TOKENS - known
+    known, to_draw = known_and_missing(moved)
     is_store = connector_url.partition(":")[0] in STORES
     assert (moved.handoff is None) == is_store
     if is_store:  # blocks of eight tokens; the rest is computed again
@@ -117,3 +116,34 @@ def test_a_moved_request_keeps_its_tokens_and_brings_its_kv(
     else:
         assert moved.handoff.num_tokens == known - 1
         assert computed == to_draw
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("variant", "connector_url", "overlaps", "num_before", "interval"),
+    pairs(("lfm2", "qwen3_5"), CONNECTORS, (False, True), (2, 3, 12), (8, 16)),
+    indirect=["connector_url"],
+)
+def test_a_moved_request_goes_on_at_the_last_states_that_were_kept(
+    variant: str, connector_url: str, overlaps: bool, num_before: int, interval: int
+) -> None:
+    request = engine_request("moved", PROMPT, max_tokens=NUM_TOKENS)
+    with ExitStack() as stack:
+        flags = {"kv_connector": connector_url, "async_scheduling": overlaps}
+        pair = Pair(stack, variant, **flags, state_interval=interval)
+        pair.add(pair.old, request)
+        old = pair.outputs[pair.old]
+        pair.run(pair.old, lambda: len(tokens_of(old)) >= num_before)
+        moved = pair.move(request)
+        pair.finish(moved)
+        computed = num_computed(pair.new)
+    assert pair.tokens() == reference_greedy(pair.path, PROMPT, NUM_TOKENS)
+    known, to_draw = known_and_missing(moved)
+    assert moved.handoff.num_tokens >= (known - 1) // interval * interval
+    assert computed == known - 1 - moved.handoff.num_tokens + to_draw
+
+
+def known_and_missing(moved: EngineRequest) -> tuple[int, int]:
+    """Returns how many tokens are known when a request moves, and how many are still drawn."""
+    num_drawn = len(moved.progress[0].output_token_ids)
+    return len(PROMPT) + num_drawn, NUM_TOKENS - num_drawn

@@ -4,6 +4,8 @@ Two real engines with their own pools and a real connector, and one engine for b
 generate greedily in float32: the tokens must be identical.
 """
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine.loop.core import EngineCore
@@ -25,7 +27,10 @@ LAYERS = {
 
 
 def make_requests(block_size: int) -> list[EngineRequest]:
-    lengths = (1, block_size - 1, block_size, block_size + 1, 5 * block_size + 3)
+    return requests_of(1, block_size - 1, block_size, block_size + 1, 5 * block_size + 3)
+
+
+def requests_of(*lengths: int) -> list[EngineRequest]:
     return [
         engine_request(
             request_id=f"{length} tokens",
@@ -65,8 +70,28 @@ def test_split_equals_transformers_for_variants(variant: str, connector_url: str
     check_split(variant, connector_url, 8)
 
 
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize(
+    ("variant", "connector_url", "block_size", "overlaps"),
+    pairs(("lfm2", "qwen3_5", "qwen3_next"), CONNECTORS, (8, 16), (False, True)),
+    indirect=["connector_url"],
+)
+def test_split_equals_transformers_with_states(
+    variant: str, connector_url: str, block_size: int, overlaps: bool
+) -> None:
+    """Prompts end around the ends of blocks, and of the intervals between two states."""
+    ends = (1, block_size, 2 * block_size, 5 * block_size + 3)
+    flags = {"async_scheduling": overlaps, "state_interval": 2 * block_size}
+    lengths = [end + offset for end in ends for offset in (-1, 0, 1) if end + offset]
+    check_split(variant, connector_url, block_size, requests_of(*lengths), **flags)
+
+
 def check_split(
-    variant: str, connector_url: str, block_size: int, **overrides: object
+    variant: str,
+    connector_url: str,
+    block_size: int,
+    requests: Sequence[EngineRequest] = (),
+    **overrides: object,
 ) -> list[int]:
     """Returns for each save the step that it was started ahead of; 0 if it was not."""
     path = tiny_checkpoint(variant)
@@ -80,7 +105,7 @@ def check_split(
     }
     prefill = build_core(path, "prefill", **flags)
     decode = build_core(path, "decode", **flags)
-    requests = make_requests(block_size)
+    requests = requests or make_requests(block_size)
 
     steps_saved = steps_of_saves(prefill)
     split = SplitRun(prefill, decode)

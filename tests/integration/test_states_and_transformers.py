@@ -90,7 +90,6 @@ def test_few_slots_only_cost_time(num_slots: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_connector": "shm://"}, "--kv-connector is shm://.* cannot transfer states yet"),
         (
             {"speculative_config": {"model": "m", "num_speculative_tokens": 2}},
             "draft models and heads do not work with states yet",

@@ -66,7 +66,7 @@ SETUP = {
     "transfer_block_size": [1, 3, 4],
     "windows": WINDOWS,
     # Blocks between two states that a sequence keeps, and between two that stay cached, as a
-    # multiple of it; None for a model without states, as those go without a connector.
+    # multiple of it; None for a model without states.
     "states": [None, None, (1, 1), (1, 2), (2, 1), (3, 1)],
     "num_slots": [1, 2, 3, 5, 8, 50],
     "num_host_slots": [0, 2, 20],
@@ -116,9 +116,6 @@ class Cluster(RuleBasedStateMachine):
                 config["speculative_config"] = None  # refused by a runner
 
         has_states = states is not None
-        if has_states:
-            self.prefetches = False
-            config["kv_publish"] = "off"
 
         def engine(role: str, num_parts: int) -> CheckedEngine:
             block_size = num_parts * transfer_block_size
@@ -128,7 +125,7 @@ class Cluster(RuleBasedStateMachine):
             return CheckedEngine(
                 info,
                 _blocks_of_largest(info, config) + num_spare,
-                store=None if has_states else self.store,
+                store=self.store,
                 clock=lambda: self.now,
                 num_host_blocks=num_host_blocks,
                 num_slots=num_slots if has_states else 0,
@@ -141,15 +138,12 @@ class Cluster(RuleBasedStateMachine):
             )
 
         roles = ("prefill", "decode", "both")
-        self.engines = tuple(map(engine, roles, transfer_blocks))
+        with pytest.MonkeyPatch.context() as patch:
+            if states is not None:  # requests are shorter than the interval of a real engine
+                patch.setattr(StateSpacing, "of", lambda n: StateSpacing(n, n * states[1]))
+            self.engines = tuple(map(engine, roles, transfer_blocks))
         for each in self.engines:
             each.watch()
-            if states is not None:  # requests are shorter than the interval of a real engine
-                interval = states[0] * each.info.layout.block_size
-                spacing = StateSpacing(interval, interval * states[1])
-                spec = replace(each.core.scheduler.kv.spec, states=spacing)
-                each.core.scheduler.kv.states._spec = spec
-                each.core.scheduler.kv._prefixes._spec = spec
 
     # Requests.
 
@@ -483,7 +477,7 @@ def walk(seed: int, num_operations: int, *, has_states: bool) -> None:
         (4, add),
         (6, lambda: cluster.step(draw.randint(0, 2), draw.randint(1, 12))),
         (2, lambda: cluster.run_all(draw.randint(1, 8))),
-        (0 if has_states else 3, end_transfer),
+        (3, end_transfer),
         (1, mishap),
     ]
     for _, operation in draw.choices(

@@ -156,8 +156,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self._check_match(match, keys, len(tokens))
         start = match.num_blocks * self.spec.block_size
         num_loaded = num_loaded if start < num_loaded <= len(tokens) else 0
-        if self.kv.states:
-            num_loaded = 0  # transfers have no states yet
+        if self.kv.states and num_loaded:  # the states come with the load
+            needed = keys[: num_loaded // self.spec.block_size]
+            match = self.kv.match_for_load(match, keys, num_loaded)
+            self._check_match(match, needed, len(tokens) + 1, needs_states=False)
+            start = match.num_blocks * self.spec.block_size
         alone = not self.seqs
         answer = self.kv.can_admit(len(tokens), match, num_loaded=num_loaded, alone=alone)
         assert answer is not Allocation.NEVER
@@ -169,6 +172,9 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.computed = seq.scheduled = max(start, num_loaded)
         # A load writes at once, even while steps are in flight.
         self._write(seq.rows, tokens, start, num_loaded)
+        if self.kv.states and num_loaded:
+            slot = self.kv.states.slot_after(seq.table, num_loaded)
+            self.content[slot] = [tuple(tokens[:num_loaded])]
         self.seqs.append(seq)
 
     @rule(index=MANY)
@@ -544,7 +550,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert owners[row[index]] == 1
                 assert row[index] not in self._cached_blocks()
 
-    def _check_match(self, match, keys: list[bytes], num_tokens: int) -> None:
+    def _check_match(
+        self, match, keys: list[bytes], num_tokens: int, *, needs_states: bool = True
+    ) -> None:
         """Checks that the match is the longest valid prefix, with the right content."""
         size, lookup = self.spec.block_size, self.kv.pool.lookup
 
@@ -557,8 +565,9 @@ class ManagerMachine(RuleBasedStateMachine):
             first = first_of(length, layer_group)
             return [lookup(key, layer_group) for key in keys[first:length]]
 
-        layer_groups = range(self.spec.num_layer_groups)
-        lengths = range((num_tokens - 1) // size, -1, -1)
+        num_groups = self.spec.num_layer_groups if needs_states else len(self.spec.windows)
+        layer_groups = range(num_groups)
+        lengths = range(min(len(keys), (num_tokens - 1) // size), -1, -1)
         best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in layer_groups))
         assert match.num_blocks == best
         for layer_group in layer_groups:

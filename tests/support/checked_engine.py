@@ -14,6 +14,7 @@ from baton.common.errors import (
 )
 from engine.batch import ScheduledBatch
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
+from engine.kv_cache.spec import slicing_of
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
 from engine.runner import ModelInfo
@@ -167,7 +168,8 @@ class CheckedEngine:
         if store is not None:
             config["kv_connector"] = "fake://"
         self.config = fake_config(block_size=info.layout.block_size, **config)
-        self.info = info
+        states = slicing_of(self.config, info.layout, info.states).slots
+        self.info = info = replace(info, states=states)
         self.clock = clock
         self.worker = FakeWorker(
             store if store is not None else {}, lends=lends, ends_in_steps=ends_in_steps

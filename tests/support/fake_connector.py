@@ -42,23 +42,31 @@ class Lent:
 
 
 class SlicedPool:
-    """Gives access to a pool of token slots by transfer block."""
+    """Gives access to a pool of token slots by transfer block, and behind them to the units of the
+    slots for states.
+    """
 
-    def __init__(self, pool: list[list[Any]], size: int) -> None:
-        self._pool, self._size = pool, size
+    def __init__(self, pool: list[list[Any]], slicing: BlockSlicing) -> None:
+        self._pool, self._size = pool, slicing.form.block_size
+        self._num_blocks = slicing.share.num_blocks
+        self._num_units = 0 if slicing.slots is None else slicing.slots.units
 
     def __getitem__(self, block_id: int) -> list[Any]:
         block, slots = self._locate(block_id)
         return block[slots]
 
     def __setitem__(self, block_id: int, states: list[Any]) -> None:
-        assert len(states) == self._size
         block, slots = self._locate(block_id)
+        assert len(states) == slots.stop - slots.start
         block[slots] = states
 
     def _locate(self, block_id: int) -> tuple[list[Any], slice]:
-        index, part = divmod(block_id, len(self._pool[0]) // self._size)
-        return self._pool[index], slice(part * self._size, (part + 1) * self._size)
+        count = len(self._pool[0]) // self._size
+        index, part = divmod(block_id, count)
+        if index < self._num_blocks:
+            return self._pool[index], slice(part * self._size, (part + 1) * self._size)
+        slot, unit = divmod(block_id - self._num_blocks * count, self._num_units)
+        return self._pool[self._num_blocks + slot], slice(unit, unit + 1)
 
 
 Store = dict[Any, Any]
@@ -97,7 +105,7 @@ class FakeWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: PoolShare = WHOLE,
     ) -> None:
-        self._pool = SlicedPool(pool, BlockSlicing.of(layout, form, share).form.block_size)
+        self._pool = SlicedPool(pool, BlockSlicing.of(layout, form, share))
         self._num_layers = layout.num_layers
 
     def set_waker(self, wake: Callable[[], None]) -> None:

@@ -32,7 +32,8 @@ def fake_info(
         fingerprint=b"fake",
         layout=KvLayout(2, 1, block_size, 1, "float32"),
         windows=windows,
-        states=StateLayout(1, (StatePart("sum", 1, 1, "float32"),)) if has_states else None,
+        # Moved in as many parts as a transfer block of four tokens has bytes less.
+        states=StateLayout(2, (StatePart("sum", 1, 5, "float32"),)) if has_states else None,
     )
 
 

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Prefix = tuple[int, ...]
-Slot = tuple[int, Prefix]  # layer group, and the tokens up to the slot's own
+Slot = tuple[int, Prefix]  # layer group or unit, and the tokens up to the slot's own
 
 
 @dataclass(slots=True)
@@ -132,8 +132,9 @@ class FakeRunner:
         self.num_raised_in_row = 0
         # kv_pool[block][offset] is the slot that was written there last.
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
-        # Behind the blocks lie the slots for states, each a list of one prefix.
-        self.kv_pool += [[None] for _ in range(num_slots)]
+        # Behind the blocks lie the slots for states, each a list of numbered units.
+        self.num_units = 0 if info.states is None else info.states.units
+        self.kv_pool += [[None] * self.num_units for _ in range(num_slots)]
         self.host_pool: list[list[Slot | None] | None] = [None] * (num_host_blocks + num_host_slots)
         self.rows: dict[int, FakeRow] = {}
         self.on_layers: LayersComputed | None = None
@@ -329,11 +330,16 @@ class FakeRunner:
             is_alone = others.isdisjoint(targets[work.row_id])
             self._check(is_alone, "a slot is written that another row uses")
             if work.start and not work.is_broken:
-                (state,) = self.kv_pool[sources[work.row_id]]
-                self._check(state == work.context, "a state is not that of the tokens before")
+                state = self.kv_pool[sources[work.row_id]]
+                is_right = state == self._state_of(work.context)
+                self._check(is_right, "a state is not that of the tokens before")
         for work in works:
             for slot, end in targets[work.row_id].items():
-                self.kv_pool[slot] = [(INVALID_TOKEN,) if work.is_broken else work.sequence[:end]]
+                prefix = (INVALID_TOKEN,) if work.is_broken else work.sequence[:end]
+                self.kv_pool[slot] = self._state_of(prefix)
+
+    def _state_of(self, prefix: Prefix) -> list[Slot | None]:
+        return [(unit, prefix) for unit in range(self.num_units)]
 
     def _source(self, work: _Work) -> int:
         index = (work.start - 1) // self.info.layout.block_size

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.common.errors import ConfigurationError, InvalidArgumentError, ResourceExhaustedError
+from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.common.request.request_spec import ReasoningMarks
 from engine import validation
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress
-from engine.validation import check_request, check_states, num_blocks_needed
+from engine.validation import check_request, num_blocks_needed
 from tests.support.fake_runner import fake_config, fake_info
 from tests.support.requests import changed, engine_request
 
@@ -37,14 +37,6 @@ def test_candidates_of_a_model_with_states_need_a_slot_each():
     check_with(3)
     with pytest.raises(ResourceExhaustedError, match=r"needs 3 slots .* has 2 \(--num-state-slots"):
         check_with(2)
-
-
-def test_a_model_with_states_has_no_connector():
-    info = fake_info(block_size=4, max_model_len=64, has_states=True)
-    check_states(fake_config(), info)
-    check_states(fake_config(kv_connector="shm://"), INFO)
-    with pytest.raises(ConfigurationError, match="connectors cannot transfer states yet"):
-        check_states(fake_config(kv_connector="shm://"), info)
 
 
 def progress(*candidates):

@@ -6,10 +6,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec, StateSpacing
 from engine.kv_transfer.blocks import PromptBlock, TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.prefetches import PromptParts
-from kvstore.block_key import BlockKeyChain, layer_group_key
+from kvstore.block_key import BlockKeyChain, layer_group_key, state_key
 from kvstore.handoff import KvHandoff
 
 KEYS = [bytes([index]) * 32 for index in range(12)]
@@ -59,6 +59,46 @@ def test_blocks_that_a_layer_group_lacks_are_not_moved() -> None:
     ]
     assert items[2].key == layer_group_key(KEYS[2], 1)
     assert held_by(items) == [7, 5, 6]
+
+
+def test_the_units_of_a_slot_follow_the_block_that_its_states_end_with() -> None:
+    spec = KvCacheSpec(4, (None,), states=StateSpacing(4, 8))
+    transfer_blocks = TransferBlocks(spec, 2, num_blocks=10, num_units=3)
+    items = list(transfer_blocks.items(range(4), KEYS, [[7, 5], [11, 12]], [0, 0], {1: 12}))
+    assert items[:4] == [
+        TransferItem(index, KEYS[index], *ids)
+        for index, ids in enumerate([(7, 14), (7, 15), (5, 10), (5, 11)])
+    ]
+    # Slot 12 is the third, so six units lie before it, behind the 20 transfer blocks of tokens.
+    assert items[4:] == [TransferItem(3, state_key(KEYS[3], u), 12, 26 + u) for u in range(3)]
+    assert len({item.key for item in items}) == 7
+
+
+def test_a_sequence_is_looked_up_to_where_others_leave_states() -> None:
+    spec = KvCacheSpec(4, (None, 3), states=StateSpacing(4, 8))
+    transfer_blocks = TransferBlocks(spec, 2, num_blocks=10, num_units=3)
+    # Multiples of 8, the prompt's last full block, and that of all tokens but the last.
+    assert transfer_blocks.loadable_ends(15, 23) == [4, 6, 8, 10]
+    assert transfer_blocks.loadable_ends(20, 20) == [4, 8]
+    assert transfer_blocks.loadable_ends(2, 4) == []
+    ends = transfer_blocks.loadable_ends(15, 17)
+    assert ends == [4, 6, 8]
+    keys = transfer_blocks.lookup_keys(KEYS, ends)
+    assert len(keys) == len(set(keys)) == 8 * 2 + 3 * 3
+    assert keys[7:11] == [
+        layer_group_key(KEYS[3], 1),
+        *(state_key(KEYS[3], unit) for unit in range(3)),
+    ]
+    found = [transfer_blocks.last_found(ends, num_found) for num_found in range(len(keys) + 1)]
+    assert found == [0] * 11 + [4] * 7 + [6] * 7 + [8]
+
+
+def test_without_states_a_sequence_is_looked_up_to_any_block() -> None:
+    transfer_blocks = TransferBlocks(KvCacheSpec(8, (None, 3)), 2)
+    ends = transfer_blocks.loadable_ends(15, 23)
+    assert list(ends) == list(range(1, 12))
+    assert transfer_blocks.lookup_keys(KEYS, ends) == transfer_blocks.token_keys(KEYS[:11])
+    assert [transfer_blocks.last_found(ends, n) for n in (0, 1, 2, 5, 22)] == [0, 0, 1, 2, 11]
 
 
 @given(cuts=st.lists(st.integers(0, 12)), size=st.sampled_from([1, 2, 4, 8]))
