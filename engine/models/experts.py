@@ -64,8 +64,9 @@ class ExpertLinear(PackedModule):
                 first += width
             yield from expert_matrices(self._storage, path, self.experts, expert, parts)
             if self.bias is not None:
-                biases = torch.split(self.bias[number], [*self._parts.values()])
-                yield expert_biases(path, self.experts, expert, biases)
+                widths = [*self._parts.values()]
+                biases = dict(zip(parts, torch.split(self.bias[number], widths), strict=True))
+                yield from expert_biases(self._storage, path, self.experts, expert, biases)
 
 
 class _Experts(nn.Module):
