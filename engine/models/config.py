@@ -78,12 +78,24 @@ class ModelConfig(ABC):
         """Width of the layers' MLP between its projections."""
 
     @property
+    def mixer_size(self) -> int:
+        """Elements of a token between the projections of the layers' widest part that mixes tokens:
+        of all inputs and results together.
+        """
+        return self.attention_size()
+
+    def attention_size(self, *, has_gates: bool = False) -> int:
+        """Returns `mixer_size` of attention, whose output may be multiplied by gates."""
+        num_parts = 5 if has_gates else 3  # as wide as Q
+        return (num_parts * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
     def num_unused_weights(self) -> int:
         """Number of the model's weights that a token does not use: of experts it did not choose."""
         return 0
 
     def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Returns the size of what a layer keeps beside its hidden states, Q, K, V and its MLP.
+        """Returns the size of what a layer keeps beside its hidden states, its mixer and its MLP.
 
         Args:
             num_tokens: number of tokens of the step.

@@ -97,8 +97,15 @@ class DecoderConfig(ModelConfig):
     @property
     @override
     def mlp_size(self) -> int:
-        shared_width = 0 if self.experts is None else self.experts.shared_width
-        return max(self.intermediate_size, shared_width)
+        if self.experts is None:
+            return self.intermediate_size
+        has_mlp = not all(self.experts.is_sparse)
+        return max(self.intermediate_size if has_mlp else 0, self.experts.shared_width)
+
+    @property
+    @override
+    def mixer_size(self) -> int:
+        return self.attention_size(has_gates=self.gates_outputs)
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Hybrids with gated delta nets (arXiv:2412.06464): Qwen3-Next, dense text models of Qwen3.5."""
+"""Hybrids with gated delta nets (arXiv:2412.06464): Qwen3-Next, text models of Qwen3.5."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,18 @@ from engine.models.hybrid import CausalConv, Hybrid, fields_of, read_conv_width
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
-from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Cut, RankGroup
+from engine.models.tensor_parts import StoredModule, TensorPart, grouped_order
+from kernels import Cut, RankGroup, RoutingRule
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import DeltaGates, LayerState
 
-__all__ = ["GatedDelta", "GatedDeltaConfig", "qwen3_5_config", "qwen3_next_config"]
+__all__ = [
+    "GatedDelta",
+    "GatedDeltaConfig",
+    "qwen3_5_config",
+    "qwen3_5_moe_config",
+    "qwen3_next_config",
+]
 
 _MAX_DIM = 4096
 _NAMES = {
@@ -55,6 +61,15 @@ class GatedDeltaConfig(DecoderConfig):
     value_dim: int
     conv_width: int
     joins_heads: bool = False
+
+    @property
+    @override
+    def mixer_size(self) -> int:
+        keys, values = self.num_state_keys * self.key_dim, self.num_states * self.value_dim
+        convolved = 2 * (2 * keys + values)  # before and after
+        gated = 4 * values  # gates, and the mixed values as they are, normalized, and gated
+        recurrent = convolved + gated + 2 * self.num_states
+        return max(self.attention_size(has_gates=True), recurrent)
 
     @property
     @override
@@ -110,6 +125,16 @@ def qwen3_next_config(fields: ConfigFields) -> GatedDeltaConfig:
     """
     experts = experts_config(fields, softmax_rule(fields))
     return replace(qwen3_5_config(fields), experts=experts, joins_heads=True)
+
+
+def qwen3_5_moe_config(fields: ConfigFields) -> GatedDeltaConfig:
+    """Reads the config of the text part of a Qwen3.5 or Qwen3.6 mixture: experts in all layers.
+
+    Raises:
+        ConfigurationError: a field has an unsupported value.
+    """
+    experts = experts_config(fields, RoutingRule(1, normalizes=True))
+    return replace(qwen3_5_config(fields), experts=experts)
 
 
 class GatedDelta(Hybrid):
@@ -200,16 +225,13 @@ def _projection_by_heads(
         num_keys: key heads of this rank.
         widths: width of each projection on this rank; in the result they lie one after the other.
     """
-    total = sum(widths)
-    stored = torch.arange(total, device="cpu").view(num_keys, -1)
-    parts = torch.split(stored, [width // num_keys for width in widths], dim=1)
-    rows = cut_of(total * (1 if ranks is None else ranks.size), ranks)
+    rows = cut_of(sum(widths) * (1 if ranks is None else ranks.size), ranks)
     return FusedLinear(
         size,
         {"heads": rows},
         bias=False,
         is_joined=True,
-        row_orders={"heads": torch.cat([part.flatten() for part in parts])},
+        row_orders={"heads": grouped_order(num_keys, widths)},
     )
 
 

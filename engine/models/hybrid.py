@@ -65,6 +65,11 @@ class Lfm2Config(DecoderConfig):
 
     @property
     @override
+    def mixer_size(self) -> int:
+        return max(self.attention_size(), 4 * self.hidden_size)
+
+    @property
+    @override
     def state_shapes(self) -> tuple[StateShape, ...]:
         return (StateShape("conv", self.hidden_size, self.conv_width - 1),)
 

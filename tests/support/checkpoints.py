@@ -275,6 +275,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 40,
         },
     ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            "num_hidden_layers": 3,
+            "full_attention_interval": 2,
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 20,
+            "linear_value_head_dim": 26,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "lfm2_biased": (
         "lfm2",
         {**_lfm2_layers("ca"), "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False},
@@ -332,7 +348,7 @@ def tiny_checkpoint(variant: str) -> Path:
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    _randomize(model, seed=crc32(variant.encode()))
+    randomize(model, seed=crc32(variant.encode()))
     shard_size = "200KB" if variant.endswith("sharded") else "1GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
     save_byte_tokenizer(folder)
@@ -450,7 +466,7 @@ _SCALES = {"bias": 0.2, "gate_up_proj_bias": 3.0, "sinks": 1.0}
 
 
 @torch.no_grad()
-def _randomize(model: Any, seed: int) -> None:
+def randomize(model: Any, seed: int) -> None:
     """Gives every parameter random values, scaled so that each layer affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -479,6 +495,7 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
         return noise * 0.5 - 2
     has_offset = module_kind.startswith("Gemma") or module_kind in (
         "Qwen3_5RMSNorm",
+        "Qwen3_5MoeRMSNorm",
         "Qwen3NextRMSNorm",
     )
     if has_offset and "Norm" in module_kind:

@@ -143,7 +143,8 @@ def load_model(
     whole, stored = described.build(), None
     if not is_dummy:
         stored = StoredTensors(entries, open_file, whole, weights_dtype)
-        if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
+        tensors = whole.embedding_tensor, whole.head_tensor
+        if whole.config.tie_word_embeddings and not stored.tie_head(*tensors):
             described = described.untied()
             whole = described.build()
     model = whole if part == WHOLE_MODEL else described.build(part)

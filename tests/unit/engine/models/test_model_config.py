@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from baton.common.errors import ConfigurationError
 from engine.models.config_fields import FAMILY_DEFAULTS, ConfigFields
 from engine.models.layers import CausalModel
-from engine.models.registry import FAMILIES, family_of_config
+from engine.models.registry import FAMILIES, family_of_config, text_config_of
 from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {family.model_type: name for name, family in FAMILIES.items()}
@@ -370,11 +370,32 @@ def test_the_bare_model_of_a_family_belongs_to_it(architecture):
     assert family_of_config(fields) is family
 
 
-def test_gemma_3_with_images_is_refused():
-    with pytest.raises(ConfigurationError, match="Gemma3ForConditionalGeneration"):
-        family_of_config(
-            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-        )
+TEXT = {"model_type": "gemma3_text", "num_hidden_layers": 2, "dtype": "float32"}
+GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+
+
+def test_the_config_of_a_text_part_has_some_fields_of_the_whole():
+    outer = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16", "tie_word_embeddings": None}
+    config = text_config_of({**GEMMA3, **outer, "vision_config": {}, "text_config": TEXT})
+    shared = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    assert config == {**TEXT, **shared, "architectures": ["Gemma3ForCausalLM"]}
+    assert family_of_config(config) is FAMILIES["Gemma3ForCausalLM"]
+    assert text_config_of(config) is config
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "text_config is None; it must be an object"),
+        ({"text_config": []}, r"text_config is \[\]; it must be an object"),
+        ({"text_config": TEXT, "model_type": "qwen3_5"}, "model_type is 'qwen3_5'; Gemma3For"),
+        ({"text_config": {"model_type": "llama"}}, "model_type is 'llama'; Gemma3ForCausalLM is"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForCond.* is unknown"),
+    ],
+)
+def test_a_text_part_that_cannot_be_served_is_refused(fields, named):
+    with pytest.raises(ConfigurationError, match=named):
+        family_of_config(text_config_of({**GEMMA3, **fields}))
 
 
 def test_yarn_extends_max_model_len():
