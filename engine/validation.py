@@ -56,12 +56,6 @@ def why_no_states(config: EngineConfig) -> str:
             "--tensor-parallel-size and --pipeline-parallel-size must be 1, as ranks cannot share "
             "states yet"
         )
-    speculative = config.speculative_config
-    if speculative is not None and speculative.has_model:
-        return (
-            f"--speculative-config has the method {speculative.method}, but draft models and heads "
-            "do not work with states yet: use ngram or suffix"
-        )
     return ""
 
 
