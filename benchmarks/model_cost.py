@@ -134,8 +134,10 @@ def decode_floor_s(
     batch_size: int,
     context: int,
     kv_bytes_per_token: int,
+    state_bytes: int = 0,
 ) -> float:
-    """Returns the least seconds of a decode step that also reads the KV of all sequences.
+    """Returns the least seconds of a decode step that also reads the KV of all sequences, and
+    reads and writes their states.
 
     Args:
         shape: the model's size.
@@ -143,7 +145,8 @@ def decode_floor_s(
         batch_size: number of sequences.
         context: tokens of each sequence.
         kv_bytes_per_token: bytes of a token's KV over all layers.
+        state_bytes: bytes of a sequence's states over all recurrent layers.
     """
-    kv_s = batch_size * context * kv_bytes_per_token / ceilings.read_bytes_per_s
-    of_bytes = token_floor_s(shape, ceilings) + kv_s
+    num_bytes = batch_size * (context * kv_bytes_per_token + 2 * state_bytes)
+    of_bytes = token_floor_s(shape, ceilings) + num_bytes / ceilings.read_bytes_per_s
     return max(of_bytes, step_floor_s(shape, ceilings, batch_size, context))

@@ -21,6 +21,7 @@ from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.metrics.counts import Phase
 from engine.request import EngineOutput, EngineRequest
+from engine.runner import ModelInfo
 from engine.runtime.device import resolve_device
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel
@@ -32,6 +33,7 @@ __all__ = [
     "OfflineEngine",
     "OfflineRecord",
     "OfflineRun",
+    "cache_facts",
     "measure_floors",
     "peak_memory_bytes",
     "read_shape",
@@ -333,6 +335,17 @@ class Floors:
     ceilings: Ceilings
     shape: ModelShape
     dtype: str
+
+
+def cache_facts(info: ModelInfo) -> dict[str, str]:
+    """Returns what a report states of a model's KV and states."""
+    facts = {
+        "type of KV": info.layout.dtype,
+        "KV of a token, bytes": f"{info.kv_bytes_per_token:,}",
+    }
+    if info.states is not None:
+        facts["states of a sequence, bytes"] = f"{info.states.slot_bytes:,}"
+    return facts
 
 
 def measure_floors(config: EngineConfig) -> Floors:

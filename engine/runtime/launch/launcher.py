@@ -32,7 +32,6 @@ from engine.runtime.steps.stage_steps import DeviceStageSteps, StageSteps
 from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
 from engine.runtime.weights.loader import LoadedModel, load_model
-from engine.validation import why_no_states
 from kernels import EngineRanks
 from kvstore.mover.pool_objects import view_blocks
 
@@ -134,7 +133,7 @@ class Launcher:
             weights_folder=config.weights_folder,
             part=part,
             max_model_len=config.max_model_len,
-            why_no_states=why_no_states(config),
+            why_no_states="",
         )
         model = self._loaded.model.config
         layer_groups = group_layers(self._loaded.sliding_windows, model.recurrent_layers)
