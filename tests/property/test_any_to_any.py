@@ -78,7 +78,7 @@ def make_pool(
     *,
     is_latent: bool = False,
 ) -> Pool:
-    """A pool of random numbers, and slots of random bytes; a latent one has one vector per token."""
+    """A pool of random numbers, of one vector per token if latent; slots of random bytes."""
     heads, num_kinds = (1, 1) if is_latent else (HEADS // share.degree, 2)
     size = num_parts * form.block_size
     layout = KvLayout(LAYERS, heads, size, HEAD_DIM, dtype, num_kinds)
