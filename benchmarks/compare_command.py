@@ -10,8 +10,9 @@ from typing import Any
 from baton.common.errors import ConfigurationError
 from baton.common.machine_limits import affine_cores
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
-from benchmarks.model_cost import Ceilings, ModelShape
+from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
+from benchmarks.offline.offline_engine import read_shape
 from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
@@ -107,7 +108,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
         report["figures"] = summarize(
             comparison.runs,
             comparison.cases,
-            ModelShape.of_config(read_config(setting.model), report["num_weights"]),
+            read_shape(EngineConfig(model=str(setting.model), dtype="bfloat16"))[0],
             Ceilings.of_machine(report["machine"]),
         )
     if _SPLIT in wanted:

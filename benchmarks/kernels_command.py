@@ -46,7 +46,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
         "--model",
-        choices=list(RANDOM_MODELS),
+        choices=[
+            name for name, (_, shape) in RANDOM_MODELS.items() if "intermediate_size" in shape
+        ],
         default=_DEFAULT_MODEL,
         help="the model whose shapes are measured (default: %(default)s)",
     )

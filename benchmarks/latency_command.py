@@ -52,7 +52,12 @@ def main(args: argparse.Namespace) -> None:
     cases = make_cases(args.batch_size, args.input_len, args.output_len)
     config = offline_config(args)
 
-    from benchmarks.offline.offline_engine import OfflineEngine, measure_floors, peak_memory_bytes
+    from benchmarks.offline.offline_engine import (
+        OfflineEngine,
+        cache_facts,
+        measure_floors,
+        peak_memory_bytes,
+    )
 
     with OfflineEngine(config) as engine:
         runs = _run_cases(engine, cases, args.repeats)
@@ -61,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
     results = [summarize(case, runs[case], floors.shape, floors.ceilings) for case in cases]
     facts = {
         "type": floors.dtype,
-        "type of KV": engine.core.info.layout.dtype,
+        **cache_facts(engine.core.info),
         "load and warm up, s": f"{engine.start_up_s:.2f}",
         "peak memory, MiB": f"{peak_bytes / 2**20:,.0f}",
     }

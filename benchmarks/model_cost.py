@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.request import BenchRequest
-from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Ceilings", "ModelShape", "decode_floor_s", "floor_s", "step_floor_s", "token_floor_s"]
 
@@ -38,7 +37,7 @@ class ModelShape:
         num_body_weights: weights of all layers that a token uses.
         num_layers: number of layers, all of one size.
         num_head_weights: weights of the output projection, which tokens that draw the next one use.
-        num_attention_features: layers times query heads times the size of a head.
+        num_attention_features: layers with attention times query heads times the size of a head.
         bytes_per_weight: size of a weight, 2 in bfloat16.
     """
 
@@ -47,26 +46,6 @@ class ModelShape:
     num_head_weights: int
     num_attention_features: int
     bytes_per_weight: int = 2
-
-    @classmethod
-    def of_config(
-        cls, config: Mapping[str, Any], num_weights: int, dtype: str = "bfloat16"
-    ) -> "ModelShape":
-        """Returns the size of a checkpoint.
-
-        Args:
-            config: the fields of its config.json.
-            num_weights: how many weights it has; of a mixture of experts, how many a token uses.
-            dtype: the type that it computes in.
-        """
-        width = config["hidden_size"]
-        head = config["vocab_size"] * width
-        num_tables = 1 if config.get("tie_word_embeddings", False) else 2
-        head_size = config.get("head_dim") or width // config["num_attention_heads"]
-        num_layers = config["num_hidden_layers"]
-        features = num_layers * config["num_attention_heads"] * head_size
-        body = num_weights - num_tables * head
-        return cls(body, num_layers, head, features, DTYPE_BYTES[dtype])
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
@@ -155,8 +134,10 @@ def decode_floor_s(
     batch_size: int,
     context: int,
     kv_bytes_per_token: int,
+    state_bytes: int = 0,
 ) -> float:
-    """Returns the least seconds of a decode step that also reads the KV of all sequences.
+    """Returns the least seconds of a decode step that also reads the KV of all sequences, and
+    reads and writes their states.
 
     Args:
         shape: the model's size.
@@ -164,7 +145,8 @@ def decode_floor_s(
         batch_size: number of sequences.
         context: tokens of each sequence.
         kv_bytes_per_token: bytes of a token's KV over all layers.
+        state_bytes: bytes of a sequence's states over all recurrent layers.
     """
-    kv_s = batch_size * context * kv_bytes_per_token / ceilings.read_bytes_per_s
-    of_bytes = token_floor_s(shape, ceilings) + kv_s
+    num_bytes = batch_size * (context * kv_bytes_per_token + 2 * state_bytes)
+    of_bytes = token_floor_s(shape, ceilings) + num_bytes / ceilings.read_bytes_per_s
     return max(of_bytes, step_floor_s(shape, ceilings, batch_size, context))

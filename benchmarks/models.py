@@ -89,16 +89,28 @@ _QWEN3_MOE: dict[str, Any] = _LLAMA | {
     "norm_topk_prob": True,
     "tie_word_embeddings": True,
 }
-RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-100m": ("Llama", _LLAMA | {"intermediate_size": 2048}),
-    "llama-120m": ("Llama", _LLAMA | {"intermediate_size": 2816}),
-    "qwen2-0.5b": ("Qwen2", _QWEN2),
-    "qwen3-0.6b": ("Qwen3", _QWEN3),
-    "qwen3-moe-0.5b": ("Qwen3Moe", _QWEN3_MOE),
-    "llama-3.1-8b": ("Llama", _LLAMA_8B),
+# One layer in four has attention; the others have the states of 8 heads of 128 x 128.
+_QWEN3_5: dict[str, Any] = _LLAMA | {
+    "intermediate_size": 2048,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32_768,
 }
-"""By name: the family and the shape. The shape of qwen2-0.5b is the real one's except for a smaller
-vocabulary. That of llama-3.1-8b is for --load-format dummy, which needs no 16 GB on disk."""
+RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-100m": ("llama", _LLAMA | {"intermediate_size": 2048}),
+    "llama-120m": ("llama", _LLAMA | {"intermediate_size": 2816}),
+    "qwen2-0.5b": ("qwen2", _QWEN2),
+    "qwen3-0.6b": ("qwen3", _QWEN3),
+    "qwen3-moe-0.5b": ("qwen3_moe", _QWEN3_MOE),
+    "qwen3.5-120m": ("qwen3_5_text", _QWEN3_5),
+    "llama-3.1-8b": ("llama", _LLAMA_8B),
+}
+"""By name: the `model_type` and the shape. The shape of qwen2-0.5b is the real one's except for a
+smaller vocabulary. That of llama-3.1-8b is for --load-format dummy, which needs no 16 GB on
+disk."""
 
 
 def make_random_model(name: str, folder: Path) -> Path:
@@ -109,10 +121,10 @@ def make_random_model(name: str, folder: Path) -> Path:
     import torch
     import transformers
 
-    family, shape = RANDOM_MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**shape, dtype=torch.bfloat16)
+    model_type, shape = RANDOM_MODELS[name]
+    config = transformers.AutoConfig.for_model(model_type, **shape, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     _copy_tokenizer(folder)
     return folder
@@ -133,13 +145,8 @@ def write_dummy_model(config: Mapping[str, Any], folder: Path) -> Path:
 
 def write_random_config(name: str, folder: Path) -> Path:
     """Writes one of `RANDOM_MODELS` without weights; returns its folder."""
-    family, shape = RANDOM_MODELS[name]
-    known = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
-        "dtype": "bfloat16",
-    }
-    return write_dummy_model(shape | known, folder)
+    model_type, shape = RANDOM_MODELS[name]
+    return write_dummy_model(shape | {"model_type": model_type, "dtype": "bfloat16"}, folder)
 
 
 def cached_random_model(name: str, root: Path) -> Path:

@@ -36,7 +36,12 @@ def main(args: argparse.Namespace) -> int:
     check_output_args(args)
     config = offline_config(args)
 
-    from benchmarks.offline.offline_engine import OfflineEngine, measure_floors, peak_memory_bytes
+    from benchmarks.offline.offline_engine import (
+        OfflineEngine,
+        cache_facts,
+        measure_floors,
+        peak_memory_bytes,
+    )
 
     with OfflineEngine(config) as engine:
         workload = workload_from_args(args, engine.core.info.vocab_size)
@@ -59,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
             *error_tables(metrics),
         ),
         machine=floors.machine,
-        facts={"type": floors.dtype, "type of KV": engine.core.info.layout.dtype},
+        facts={"type": floors.dtype, **cache_facts(engine.core.info)},
         panels=latency_panels(records, None),
         workload=workload.name,
         metrics=asdict(metrics),

@@ -205,6 +205,14 @@ class EngineLoad:
         num_swapped: of the waiting requests, those whose KV is on the host.
         num_cached_blocks: blocks in the prefix cache, free or not.
         stalled: whether the step under way takes much longer than such steps have taken.
+        num_slots: slots for states in the pool; like all that follow, 0 without recurrent layers.
+        num_free_slots: slots that no request holds, cached ones included.
+        num_cached_slots: slots in the prefix cache, free or not.
+        num_kept_states: states that running sequences have kept at ends of blocks since the start.
+        num_skipped_states: those that they could not keep, as no slot was free.
+        num_state_hits: sequences that began at a state of the prefix cache.
+        num_state_lost_tokens: tokens that were computed again though their K and V were in the
+            prefix cache, as no state was at their end.
     """
 
     num_running: int
@@ -224,3 +232,10 @@ class EngineLoad:
     num_cached_blocks: int = 0
     stalled: bool = False
     role: Role = Role.BOTH
+    num_slots: int = 0
+    num_free_slots: int = 0
+    num_cached_slots: int = 0
+    num_kept_states: int = 0
+    num_skipped_states: int = 0
+    num_state_hits: int = 0
+    num_state_lost_tokens: int = 0

@@ -45,6 +45,11 @@ class ModelInfo:
         """Number of layer groups. The last one is that of the states, if there are any."""
         return len(self.windows) + (self.states is not None)
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's K and V over all layers with attention."""
+        return self.layout.block_bytes // self.layout.block_size * len(self.windows)
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:

@@ -17,7 +17,7 @@ from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff, connector_name
 
-__all__ = ["check_request", "num_blocks_needed", "why_no_states"]
+__all__ = ["check_request", "num_blocks_needed"]
 
 _MAX_LOGPROB_VALUES = 2**20
 """Log-probabilities in one message, of about 8 bytes each, where a token's own counts as two;
@@ -29,24 +29,6 @@ _PRIORITY_BOUND = 2**31
 # They bound the memory of `kernels.RuleTable`, which is as wide as the widest request needs.
 _MAX_BAD_WORDS = 512  # `SamplingParams.bad_words` allows 256 texts, of up to two words each
 _MAX_BAD_WORD_TOKENS = 64
-
-
-def why_no_states(config: EngineConfig) -> str:
-    """Returns why a model with recurrent layers cannot be served with these flags, naming what is
-    missing; empty if it can.
-    """
-    if config.num_ranks > 1:
-        return (
-            "--tensor-parallel-size and --pipeline-parallel-size must be 1, as ranks cannot share "
-            "states yet"
-        )
-    speculative = config.speculative_config
-    if speculative is not None and speculative.has_model:
-        return (
-            f"--speculative-config has the method {speculative.method}, but draft models and heads "
-            "do not work with states yet: use ngram or suffix"
-        )
-    return ""
 
 
 def check_request(

@@ -1,4 +1,4 @@
-"""Types of mixtures of experts (arXiv:1701.06538): routing rules, routings, and expert weights.
+"""Types of mixtures of experts (arXiv:1701.06538): routing rules and routings.
 
 A layer routes each row to the `top_k` experts with the highest scores. A *pair* is a row together
 with one of its experts. Pairs are numbered by row and then by rank of the score. The layers of an
@@ -6,15 +6,15 @@ expert read its pairs as neighbouring rows, in *slots*: slots are sorted by expe
 one expert by pair.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from typing_extensions import override
 
-from kernels.weights import RowsOfWeight, Weight
+__all__ = ["MIN_WEIGHT_SUM", "ExpertScores", "Routing", "RoutingRule"]
 
-__all__ = ["ExpertScores", "ExpertWeight", "Routing", "RoutingRule"]
+MIN_WEIGHT_SUM = 1e-20
+"""Added to the sum by which weights are divided: sigmoids may all be 0."""
 
 
 class ExpertScores(Enum):
@@ -24,6 +24,8 @@ class ExpertScores(Enum):
     """Softmax over all experts' logits."""
     SOFTMAX_OF_CHOSEN = "softmax of chosen"
     """Experts are ranked by logits; the weights are the softmax over those of the chosen ones."""
+    SIGMOID = "sigmoid"
+    """The sigmoid of each expert's logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,21 @@ class RoutingRule:
         scores: the scores that rank experts.
         normalizes: whether a row's weights are divided by their sum.
         rounds: whether weights are rounded to the logits' type.
+        scale: factor on the weights, after they are normalized.
+        num_groups: number of groups of neighbouring experts, equally large.
+        top_groups: number of groups whose experts a row may choose: those with the highest scores.
+            Together they have at least `top_k` experts.
+        group_terms: number of a group's highest scores that are added up to its score.
     """
 
     top_k: int
     scores: ExpertScores = ExpertScores.SOFTMAX
     normalizes: bool = False
     rounds: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_terms: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +72,3 @@ class Routing:
     slots: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeight(Weight):
-    """The matrices of several experts, one above another; all have one shape.
-
-    `data` is `[num_experts, ...]`, with each matrix in the memory order of its kernel.
-
-    Attributes:
-        num_experts: number of matrices.
-        template: a matrix of one expert; only its shape and type are used, not its `data`.
-    """
-
-    num_experts: int
-    template: Weight
-
-    @property
-    def rows_per_expert(self) -> int:
-        """Number of outputs of each expert."""
-        return self.template.num_rows
-
-    def expert(self, number: int) -> Weight:
-        """Returns a view of one expert's matrix."""
-        return replace(self.template, data=self.data[number])
-
-    @override
-    def rows(self, first: int, count: int) -> torch.Tensor | RowsOfWeight:
-        """Returns rows, which must lie within one expert's matrix, to be filled."""
-        number, first_of_expert = divmod(first, self.rows_per_expert)
-        return self.expert(number).rows(first_of_expert, count)

@@ -70,9 +70,10 @@ class LayerKv:
     """One layer's KV cache in one step.
 
     Attributes:
-        cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, a view of the pool.
-        scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, the factor on each vector of
-            `cache`; None if the cache has the model's type.
+        cache: `[num_blocks, num_parts, num_kv_heads, block_size, head_dim]`, a view of the pool.
+            The parts are K and V, or one latent vector (see `rotate_and_write_latent`).
+        scales: `[num_blocks, num_parts, num_kv_heads, block_size]` float32, the factor on each
+            vector of `cache`; None if the cache has the model's type.
         written: metadata of all tokens of the step, whose K and V are written.
         attended: metadata of the tokens in `rows`, which attend.
         rows: `[num_attending]` int64; indices of the tokens that attend and are computed further.
@@ -127,13 +128,13 @@ class PagedKv:
     layers are a layer group whose tables hold slots of states.
 
     Attributes:
-        pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`, any
+        pool: `[num_blocks, layers_per_block, num_parts, num_kv_heads, block_size, head_dim]`, any
             strides, of the model's type, or float8_e4m3fn with `scales`.
         layer_groups: per layer group, the KV that the step writes and reads.
         slots: per layer, (layer group, index within the layer group's blocks).
         logit_rows: the tokens whose logits are wanted; None for all. Once the last layer's KV is
             written, only these tokens are computed further.
-        scales: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size]` float32, any
+        scales: `[num_blocks, layers_per_block, num_parts, num_kv_heads, block_size]` float32, any
             strides, the factor on each vector of `pool`; None if the pool has the model's type.
         on_layer: called with 1 when the first layer is computed, with 2 after the second, and so
             on; on a GPU, when it is launched.

@@ -1,13 +1,13 @@
 """Weights of linear layers and embeddings, in the memory order of the kernels that read them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from typing_extensions import override
 
-__all__ = ["DenseWeight", "RowsOfWeight", "Weight", "WeightUse"]
+__all__ = ["DenseWeight", "RowsOfWeight", "Weight", "WeightStack", "WeightUse"]
 
 
 class WeightUse(Enum):
@@ -64,3 +64,33 @@ class DenseWeight(Weight):
     @override
     def rows(self, first: int, count: int) -> torch.Tensor:
         return self.data[first : first + count]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStack(Weight):
+    """Several matrices of one shape, such as those of experts or heads, one above another.
+
+    `data` is `[num_matrices, ...]`, with each matrix in the memory order of its kernel.
+
+    Attributes:
+        num_matrices: number of matrices.
+        template: one matrix; only its shape and type are used, not its `data`.
+    """
+
+    num_matrices: int
+    template: Weight
+
+    @property
+    def rows_per_matrix(self) -> int:
+        """Number of outputs of each matrix."""
+        return self.template.num_rows
+
+    def matrix(self, number: int) -> Weight:
+        """Returns a view of one matrix."""
+        return replace(self.template, data=self.data[number])
+
+    @override
+    def rows(self, first: int, count: int) -> torch.Tensor | RowsOfWeight:
+        """Returns rows, which must lie within one matrix, to be filled."""
+        number, first_of_matrix = divmod(first, self.rows_per_matrix)
+        return self.matrix(number).rows(first_of_matrix, count)

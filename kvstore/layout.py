@@ -1,16 +1,18 @@
 """`KvLayout`: the shape of one KV block, the same in pool, store and transfer.
 
-    pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    pool: [num_blocks, num_layers, num_parts, num_kv_heads, block_size, head_dim]
 
 All bytes of a block lie together, so one block is one copy, one store object
 and one transfer descriptor. Heads are contiguous, so that tiers of different
-tensor parallelism can slice them. Index 0 of the third axis is K, index 1 is V.
+tensor parallelism can slice them. Of two parts, the first is K and the second V.
+Latent attention has one part and one head: the vector from which each token's K
+and V of all heads are computed.
 
-In "fp8_e4m3" each token's K and V of a head are 8-bit floats with a factor. The
-factors of a layer, K or V, and head lie behind its elements, and the pool
+In "fp8_e4m3" each token's vector of a part and head is 8-bit floats with a factor.
+The factors of a layer, part and head lie behind its elements, and the pool
 consists of bytes:
 
-    pool: [num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)] uint8
+    pool: [num_blocks, num_layers, num_parts, num_kv_heads, block_size * (head_dim + 4)] uint8
                          | block_size * head_dim float8_e4m3fn | block_size float32 |
 
 Recurrent layers have no K and V, but a state per sequence: `StateLayout`.
@@ -48,8 +50,9 @@ class KvLayout:
         num_layers: layers of a block.
         num_kv_heads: KV heads of a layer.
         block_size: tokens of a block.
-        head_dim: elements of one token's K, or V, of one head.
+        head_dim: elements of one token's vector of one part and head.
         dtype: element type: a torch name, or `FP8`.
+        num_parts: 2 for K and V, 1 for a latent vector.
     """
 
     num_layers: int
@@ -57,10 +60,11 @@ class KvLayout:
     block_size: int
     head_dim: int
     dtype: str
+    num_parts: int = 2
 
     @property
     def has_scales(self) -> bool:
-        """Whether each token's K and V of a head have a factor."""
+        """Whether each token's vector of a part and head has a factor."""
         return self.dtype == FP8
 
     @property
@@ -70,13 +74,18 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """`[num_layers, 2, num_kv_heads, block_size, head_dim]`; with factors, the last two axes
-        are one axis of bytes.
+        """`[num_layers, num_parts, num_kv_heads, block_size, head_dim]`; with factors, the last two
+        axes are one axis of bytes.
         """
-        heads = (self.num_layers, 2, self.num_kv_heads)
+        heads = (self.num_layers, self.num_parts, self.num_kv_heads)
         if self.has_scales:
             return (*heads, self.block_size * (self.head_dim + SCALE_BYTES))
         return (*heads, self.block_size, self.head_dim)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one layer, part and head of a block."""
+        return self.block_bytes // math.prod(self.block_shape[:3])
 
     @property
     def block_bytes(self) -> int:

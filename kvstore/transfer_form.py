@@ -1,7 +1,9 @@
 """`TransferForm`: what KV looks like between engines. `BlockSlicing`: how a pool is cut for it.
 
-    pool block  [num_layers, 2, heads here, tokens of a pool block, head_dim]
-    object      [layers of a slice, 2, heads of a slice, tokens of a transfer block, head_dim]
+    pool block  [num_layers, parts, heads here, tokens of a pool block, head_dim]
+    object      [layers of a slice, parts, heads of a slice, tokens of a transfer block, head_dim]
+
+The parts are K and V, or one latent vector; see `kvstore.layout`.
 
 Tiers may differ in the block size of their pools, in how many ranks share a model's heads, and in
 the type of their KV. They agree on a form: the number of tokens in a transfer block, the number of
@@ -130,14 +132,16 @@ class PoolShare:
         )
 
     def states_of(self, states: StateLayout) -> StateLayout:
-        """Returns the layout of the part of a slot that has these heads and layers."""
+        """Returns the layout of the part of a slot that has these heads and layers; that of a slot
+        of one slice has one slice, too.
+        """
         parts = [replace(part, num_heads=part.num_heads // self.degree) for part in states.parts]
         return replace(
             states,
             num_layers=states.num_layers // self.num_stages,
             parts=tuple(parts),
-            num_layer_slices=states.num_layer_slices // self.num_stages,
-            num_head_slices=states.num_head_slices // self.degree,
+            num_layer_slices=max(1, states.num_layer_slices // self.num_stages),
+            num_head_slices=max(1, states.num_head_slices // self.degree),
         )
 
 
@@ -186,7 +190,8 @@ class BlockSlicing:
             raise _bad_form("block-size", form.block_size, limit)
         num_heads, slices = layout.num_kv_heads * self.share.degree, form.num_head_slices
         if slices < 1 or num_heads % slices:
-            raise _bad_form("head-slices", slices, f"a divisor of the model's {num_heads} KV heads")
+            heads = f"{num_heads} KV heads" if num_heads > 1 else "only KV head"
+            raise _bad_form("head-slices", slices, f"a divisor of the model's {heads}")
         if slices % self.share.degree:
             limit = f"a multiple of the {self.share.degree} ranks that share the heads"
             raise _bad_form("head-slices", slices, limit)
@@ -256,7 +261,7 @@ class BlockSlicing:
     def max_runs(self) -> int:
         """Most runs of bytes that an object consists of, in pools of any block size and share."""
         part = self.object_layout
-        return part.num_layers * 2 * part.num_kv_heads * (2 if part.has_scales else 1)
+        return part.num_layers * part.num_parts * part.num_kv_heads * (2 if part.has_scales else 1)
 
     def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Returns the keys of the objects of transfer blocks, in order."""
@@ -348,18 +353,17 @@ def _runs_in_block(slicing: BlockSlicing, index: int) -> tuple[tuple[int, int], 
     sub_block, index = divmod(index, slicing.objects_per_block)
     layer_slice, head_slice = divmod(index, len(slicing.head_slices))
     row = layout.head_dim * DTYPE_BYTES["uint8" if layout.has_scales else layout.dtype]
-    head_bytes = layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads)
     pieces = [(sub_block * part.block_size * row, part.block_size * row)]
     if layout.has_scales:
         factors = layout.block_size * row + sub_block * part.block_size * SCALE_BYTES
         pieces.append((factors, part.block_size * SCALE_BYTES))
     runs: list[tuple[int, int]] = []
-    num_states = part.num_layers * 2
+    num_states = part.num_layers * part.num_parts
     for states in range(layer_slice * num_states, (layer_slice + 1) * num_states):
         first = states * layout.num_kv_heads + head_slice * part.num_kv_heads
         for head in range(first, first + part.num_kv_heads):
             for offset, num_bytes in pieces:
-                _append_run(runs, head * head_bytes + offset, num_bytes)
+                _append_run(runs, head * layout.head_bytes + offset, num_bytes)
     return tuple(runs)
 
 

@@ -189,6 +189,13 @@ class WorkerLoad(google.protobuf.message.Message):
     STALLED_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     KV_STORE_IDS_FIELD_NUMBER: builtins.int
+    NUM_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_FREE_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_CACHED_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_KEPT_STATES_FIELD_NUMBER: builtins.int
+    NUM_SKIPPED_STATES_FIELD_NUMBER: builtins.int
+    NUM_STATE_HITS_FIELD_NUMBER: builtins.int
+    NUM_STATE_LOST_TOKENS_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -225,6 +232,24 @@ class WorkerLoad(google.protobuf.message.Message):
     """
     role: Global___WorkerRole.ValueType
     """The tier that the worker takes new requests for."""
+    num_slots: builtins.int
+    """Slots for the states of recurrent layers in the pool. Like all that follow, 0 for a model
+    without such layers.
+    """
+    num_free_slots: builtins.int
+    """Slots that no request holds; cached slots count as free."""
+    num_cached_slots: builtins.int
+    """Slots in the prefix cache, whether a request holds them or not."""
+    num_kept_states: builtins.int
+    """States that running sequences have kept at ends of blocks since the start."""
+    num_skipped_states: builtins.int
+    """Those that they could not keep, as no slot was free."""
+    num_state_hits: builtins.int
+    """Sequences that began at a state of the prefix cache, since the start."""
+    num_state_lost_tokens: builtins.int
+    """Tokens computed again since the start though their K and V were in the prefix cache, as no
+    state was at their end.
+    """
     @property
     def kv_store_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Identities of the KV stores through which alone the worker hands prompts over, in the order of
@@ -254,8 +279,15 @@ class WorkerLoad(google.protobuf.message.Message):
         stalled: builtins.bool = ...,
         role: Global___WorkerRole.ValueType = ...,
         kv_store_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        num_slots: builtins.int = ...,
+        num_free_slots: builtins.int = ...,
+        num_cached_slots: builtins.int = ...,
+        num_kept_states: builtins.int = ...,
+        num_skipped_states: builtins.int = ...,
+        num_state_hits: builtins.int = ...,
+        num_state_lost_tokens: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "kv_store_ids", b"kv_store_ids", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "kv_store_ids", b"kv_store_ids", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cached_slots", b"num_cached_slots", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_kept_states", b"num_kept_states", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_skipped_states", b"num_skipped_states", "num_slots", b"num_slots", "num_state_hits", b"num_state_hits", "num_state_lost_tokens", b"num_state_lost_tokens", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad

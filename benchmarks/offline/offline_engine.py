@@ -21,6 +21,7 @@ from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.metrics.counts import Phase
 from engine.request import EngineOutput, EngineRequest
+from engine.runner import ModelInfo
 from engine.runtime.device import resolve_device
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel
@@ -32,6 +33,7 @@ __all__ = [
     "OfflineEngine",
     "OfflineRecord",
     "OfflineRun",
+    "cache_facts",
     "measure_floors",
     "peak_memory_bytes",
     "read_shape",
@@ -335,6 +337,17 @@ class Floors:
     dtype: str
 
 
+def cache_facts(info: ModelInfo) -> dict[str, str]:
+    """Returns what a report states of a model's KV and states."""
+    facts = {
+        "type of KV": info.layout.dtype,
+        "KV of a token, bytes": f"{info.kv_bytes_per_token:,}",
+    }
+    if info.states is not None:
+        facts["states of a sequence, bytes"] = f"{info.states.slot_bytes:,}"
+    return facts
+
+
 def measure_floors(config: EngineConfig) -> Floors:
     """Measures the ceilings and reads the model's size.
 
@@ -355,11 +368,12 @@ def read_shape(config: EngineConfig) -> tuple[ModelShape, str]:
     dtype = described.resolve_dtype(config.dtype)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
+    num_attention_layers = model.num_layers - len(model.recurrent_layers)
     shape = ModelShape(
         num_body_weights=num_weights - num_tables * head - model.num_unused_weights,
         num_layers=model.num_layers,
         num_head_weights=head,
-        num_attention_features=model.num_layers * model.num_heads * model.head_dim,
+        num_attention_features=num_attention_layers * model.num_heads * model.head_dim,
         bytes_per_weight=DTYPE_BYTES[dtype],
     )
     return shape, dtype

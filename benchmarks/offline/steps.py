@@ -82,6 +82,7 @@ class DrivenRows:
 
     Args:
         runner: runs the model. Layer groups share a row's blocks, which takes as long as own ones.
+            A model with states has a slot for each row.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -153,6 +154,8 @@ class DrivenRows:
             block_ids = tuple(ids[row * each : (row + 1) * each])
             for layer_group in range(len(self._runner.info.windows)):
                 yield TableUpdate(row, layer_group, 0, block_ids)
+            if self._runner.info.states is not None:
+                yield TableUpdate(row, len(self._runner.info.windows), 0, (row,) * each)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._runner.info.layout.block_size)
@@ -238,8 +241,9 @@ class _Steps:
     ) -> None:
         self._engine, self._floors, self._num_steps = engine, floors, num_steps
         self._device = runner.kv_pool.device
-        layout = engine.core.info.layout
-        self._kv_bytes = layout.block_bytes // layout.block_size
+        info = engine.core.info
+        self._kv_bytes = info.layout.block_bytes // info.layout.block_size
+        self._state_bytes = 0 if info.states is None else info.states.slot_bytes
         self._rows = DrivenRows(runner)
 
     def decode(self, batch_size: int, context: int) -> dict[str, Any]:
@@ -303,6 +307,7 @@ class _Steps:
             batch_size=batch_size,
             context=context,
             kv_bytes_per_token=self._kv_bytes,
+            state_bytes=self._state_bytes,
         )
         return {"floor_us": 1e6 * least_s}
 

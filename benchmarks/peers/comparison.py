@@ -9,7 +9,7 @@ wrong.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import read_config
 from benchmarks.peers.cases import Figure, PeerCase, build_cases, requests_of_round
 from benchmarks.peers.catalogue import REFERENCE, NotMeasurableError, Setting, launch_of
-from benchmarks.peers.peer_process import Launch, PeerAnswer, PeerProcess, PeerRun
+from benchmarks.peers.peer_process import Launch, PeerAnswer, PeerError, PeerProcess, PeerRun
 from benchmarks.request import BenchRequest
 
 __all__ = [
@@ -180,7 +180,8 @@ class Comparison:
     Attributes:
         engines: for each engine, its times to start, its peak memory, and how its tokens agree
             with the reference's, if that is installed.
-        missing: the engines that are not installed, the reference included, and why.
+        missing: the engines that are not installed or cannot serve the model, the reference
+            included, and why.
         cases: the cases.
         runs: the runs of the rounds that count.
     """
@@ -199,7 +200,8 @@ def compare(
     write_line: Callable[[str], None],
     before_round: Callable[[], None],
 ) -> Comparison:
-    """Measures `engines` on the cases. Those that are not installed are left out.
+    """Measures `engines` on the cases. Those that are not installed are left out, and so are peers
+    that fail before their first token, as they do with a model that they do not know.
 
     Args:
         engines: names of engines.
@@ -210,8 +212,8 @@ def compare(
         before_round: called before each round that counts.
 
     Raises:
-        ConfigurationError: an engine is unknown, or none is installed. No engine has started then.
-        PeerError: an engine failed.
+        ConfigurationError: an engine is unknown, or none can be measured.
+        PeerError: Baton failed, or a peer after its first token.
     """
     launches, missing = find_installed([*engines, REFERENCE], setting)
     reference = launches.pop(REFERENCE, None)
@@ -224,11 +226,10 @@ def compare(
     cases = [by_name[name] for name in case_names]
     first = replace(by_name["batch-1"].requests[0], num_output_tokens=1)
     with ExitStack() as stack:
-        peers, facts = {}, {}
-        for launch in launches.values():
-            write_line(f"starting {launch.engine} ...")
-            peer = stack.enter_context(PeerProcess(launch))
-            peers[launch.engine], facts[launch.engine] = peer, _start(peer, first)
+        peers, facts, failed = _start_all(launches.values(), first, stack, write_line)
+        missing |= failed
+        if not peers:
+            raise ConfigurationError("; ".join(missing.values()))
         runs = take_turns(peers, cases, vocab_size, repeats, write_line, before_round)
         for name, peer in peers.items():
             facts[name]["peak_memory_mib"] = round(peer.peak_memory_bytes / (1 << 20))
@@ -238,6 +239,30 @@ def compare(
         for name, fact in facts.items():
             fact["agreement"] = summarize_agreement(_checked_answers(runs[name], cases), expected)
     return Comparison(facts, missing, cases, runs)
+
+
+def _start_all(
+    launches: Iterable[Launch],
+    first: BenchRequest,
+    stack: ExitStack,
+    write_line: Callable[[str], None],
+) -> tuple[dict[str, PeerProcess], dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the started engines, their times to start, and why peers could not be started."""
+    peers, facts, failed = {}, {}, {}
+    for launch in launches:
+        name = launch.engine
+        write_line(f"starting {name} ...")
+        peer = stack.enter_context(PeerProcess(launch))
+        try:
+            facts[name] = _start(peer, first)
+            peers[name] = peer
+        except PeerError as error:
+            if name == BATON:
+                raise
+            peer.close()
+            failed[name] = f"{error.message.splitlines()[0]} (the log is {launch.log})"
+            write_line(f"not measured: {failed[name]}")
+    return peers, facts, failed
 
 
 def find_installed(

@@ -22,11 +22,13 @@ class PrefixMatch:
             `num_blocks`; earlier ones lie behind the layer group's window. Of the
             states, only the last one.
         first_live: per layer group, index of the first block in `blocks`.
+        num_lost_blocks: by how many blocks the prefix would be longer without states.
     """
 
     num_blocks: int
     blocks: tuple[tuple[int, ...], ...]
     first_live: tuple[int, ...]
+    num_lost_blocks: int = 0
 
 
 class PrefixCache:
@@ -57,8 +59,7 @@ class PrefixCache:
         """
         length = limit
         found: dict[int, list[int]] = {}  # by layer group without a window
-        state_group = self._spec.state_group
-        windowed = [] if state_group is None or not needs_states else [state_group]
+        windowed = []
         for layer_group, window in enumerate(self._spec.windows):
             if window is None:
                 found[layer_group] = self._pool.match(islice(keys, length), layer_group)
@@ -66,6 +67,10 @@ class PrefixCache:
             else:
                 windowed.append(layer_group)
         if windowed:
+            length = self._windowed_length(keys, length, windowed)
+        num_with_kv = length
+        if self._spec.state_group is not None and needs_states:
+            windowed.append(self._spec.state_group)
             length = self._windowed_length(keys, length, windowed)
         first_live = tuple(
             self._spec.first_needed(layer_group, length)
@@ -79,7 +84,7 @@ class PrefixCache:
             )
             for layer_group, first in enumerate(first_live)
         )
-        return PrefixMatch(length, blocks, first_live)
+        return PrefixMatch(length, blocks, first_live, num_with_kv - length)
 
     def register(self, table: BlockTable, keys: Sequence[bytes], end: int) -> None:
         """Adds the table's blocks up to block index `end` to the cache, each once."""

@@ -14,13 +14,32 @@ it first, or goes on in a new one.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
 from engine.kv_cache.fences import FencedPool
 from engine.kv_cache.prefix_cache import PrefixMatch
 from engine.kv_cache.spec import KvCacheSpec
 
-__all__ = ["StateSlots"]
+__all__ = ["StateCounts", "StateSlots"]
+
+
+@dataclass(slots=True)
+class StateCounts:
+    """Numbers of states since the start.
+
+    Attributes:
+        num_kept: states that sequences have kept at ends of blocks.
+        num_skipped: those that they could not keep, as no slot was free.
+        num_hits: sequences that began at a state of the prefix cache.
+        num_lost_tokens: tokens of new sequences whose K and V were in the prefix cache, but that
+            are computed again, as no state was at their end.
+    """
+
+    num_kept: int = 0
+    num_skipped: int = 0
+    num_hits: int = 0
+    num_lost_tokens: int = 0
 
 
 class StateSlots:
@@ -33,12 +52,14 @@ class StateSlots:
     Attributes:
         num_reserved: slots that stay free when a sequence keeps one more: as many as sequences
             may run at once. So each of them can get a current slot of its own.
+        counts: of what was kept and found.
     """
 
     def __init__(self, spec: KvCacheSpec, blocks: FencedPool) -> None:
         assert spec.states is not None, "the model has recurrent layers"
         assert spec.state_group is not None
         self.num_reserved = 0
+        self.counts = StateCounts()
         self._spec = spec
         self._interval = spec.states.interval // spec.block_size  # in blocks
         self._layer_group: int = spec.state_group
@@ -71,6 +92,8 @@ class StateSlots:
         first = max(0, num_applied - 1) // self._spec.block_size
         slots = () if num_loaded else match.blocks[self._layer_group]
         self._pool.acquire(slots)
+        self.counts.num_hits += len(slots)
+        self.counts.num_lost_tokens += match.num_lost_blocks * self._spec.block_size
         table.blocks.append([NO_BLOCK] * first + list(slots or self._pool.allocate_slots(1)))
         table.first_live.append(first)
         table.num_applied = num_applied
@@ -241,20 +264,20 @@ class StateSlots:
             is_full: whether the current slot already has the state at the end of its block.
             num_needed: slots that the step needs in any case.
         """
-        num_free = self._pool.num_free_slots - self.num_reserved - num_needed
-        if not indices or num_free <= 0:
+        if not indices:
             return frozenset()
         newest = indices.stop // self._interval * self._interval - 1
-        kept: list[int] = []
-        for index in reversed(indices):
-            if len(kept) == num_free:
-                break
-            if (
-                index == newest
-                or self._spec.caches_state(index, table.num_known)
-                or (is_full and index == indices.start and self._is_worth_keeping(table, index))
-            ):
-                kept.append(index)
+        wanted = [
+            index
+            for index in reversed(indices)
+            if index == newest
+            or self._spec.caches_state(index, table.num_known)
+            or (is_full and index == indices.start and self._is_worth_keeping(table, index))
+        ]
+        num_free = self._pool.num_free_slots - self.num_reserved - num_needed
+        kept = wanted[: max(0, num_free)]
+        self.counts.num_kept += len(kept)
+        self.counts.num_skipped += len(wanted) - len(kept)
         return frozenset(kept)
 
     def _is_worth_keeping(self, table: BlockTable, index: int) -> bool:

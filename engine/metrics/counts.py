@@ -124,6 +124,24 @@ _FROM_LOAD: dict[str, MetricInfo] = {
     "baton_engine_preemptions": MetricInfo(
         "counter", "Running requests that were preempted.", {"kind": ("recompute", "swap")}
     ),
+    "baton_engine_state_slots": MetricInfo(
+        "gauge", "Slots for the states of recurrent layers; 0 for a model without."
+    ),
+    "baton_engine_used_state_slots": MetricInfo("gauge", "Slots that requests hold."),
+    "baton_engine_cached_state_slots": MetricInfo("gauge", "Slots in the prefix cache."),
+    "baton_engine_state_ends": MetricInfo(
+        "counter",
+        "Ends of blocks at which a state was worth keeping; without a free slot it was not kept.",
+        {"result": ("kept", "skipped")},
+    ),
+    "baton_engine_state_hits": MetricInfo(
+        "counter", "Sequences that began at a state of the prefix cache."
+    ),
+    "baton_engine_state_lost_tokens": MetricInfo(
+        "counter",
+        "Tokens computed again though their KV was in the prefix cache, as no state was at their "
+        "end.",
+    ),
 }
 
 _FROM_RANKS: dict[str, MetricInfo] = {

@@ -104,6 +104,13 @@ def _values_of(load: EngineLoad) -> dict[Series, float]:
         ("baton_engine_prefix_cache_hits",): load.prefix_cache_hits,
         ("baton_engine_preemptions", "recompute"): load.num_preemptions - load.num_swap_preemptions,
         ("baton_engine_preemptions", "swap"): load.num_swap_preemptions,
+        ("baton_engine_state_slots",): load.num_slots,
+        ("baton_engine_used_state_slots",): load.num_slots - load.num_free_slots,
+        ("baton_engine_cached_state_slots",): load.num_cached_slots,
+        ("baton_engine_state_ends", "kept"): load.num_kept_states,
+        ("baton_engine_state_ends", "skipped"): load.num_skipped_states,
+        ("baton_engine_state_hits",): load.num_state_hits,
+        ("baton_engine_state_lost_tokens",): load.num_state_lost_tokens,
     }
 
 

@@ -48,6 +48,8 @@ class ModelConfig(ABC):
     component of a tensor's name, or several.
     `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
     ascending order.
+    `num_kv_parts` is 2 for K and V, and 1 for models that cache one latent vector per token, whose
+    `num_kv_heads` is 1 and whose `head_dim` is that vector's width.
     """
 
     vocab_size: int
@@ -63,6 +65,7 @@ class ModelConfig(ABC):
     logit_cap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     recurrent_layers: tuple[int, ...] = ()
+    num_kv_parts: int = 2
 
     @property
     def state_shapes(self) -> tuple["StateShape", ...]:
@@ -75,12 +78,24 @@ class ModelConfig(ABC):
         """Width of the layers' MLP between its projections."""
 
     @property
+    def mixer_size(self) -> int:
+        """Elements of a token between the projections of the layers' widest part that mixes tokens:
+        of all inputs and results together.
+        """
+        return self.attention_size()
+
+    def attention_size(self, *, has_gates: bool = False) -> int:
+        """Returns `mixer_size` of attention, whose output may be multiplied by gates."""
+        num_parts = 5 if has_gates else 3  # as wide as Q
+        return (num_parts * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
     def num_unused_weights(self) -> int:
         """Number of the model's weights that a token does not use: of experts it did not choose."""
         return 0
 
     def workspace_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Returns the size of what a layer keeps beside its hidden states, Q, K, V and its MLP.
+        """Returns the size of what a layer keeps beside its hidden states, its mixer and its MLP.
 
         Args:
             num_tokens: number of tokens of the step.

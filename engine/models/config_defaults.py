@@ -276,6 +276,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 10,
             "num_experts": 512,
         },
+        "qwen3_5_moe_text": _QWEN_DELTA
+        | {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
         "lfm2": _DECODER
         | {
             "vocab_size": 65536,

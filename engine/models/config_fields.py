@@ -10,11 +10,14 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 from engine.models.config_defaults import DEFAULTS, OTHER_NAMES
+from engine.models.deepseek_defaults import DEEPSEEK_DEFAULTS
 
 __all__ = ["MAX_TOKENS", "ConfigFieldError", "ConfigFields", "positive", "unsupported", "wrong"]
 
 _DTYPE_NAMES = {"float": "float32", "half": "float16"}  # torch's other names
 _MAX_SHOWN = 200
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {**DEFAULTS, **DEEPSEEK_DEFAULTS}
+"""The defaults of config.json by `model_type`."""
 MAX_TOKENS = 2**31 - 1
 """The largest context length; messages between tiers have it in 32 bits."""
 
@@ -39,12 +42,12 @@ class ConfigFields:
 
     Args:
         raw_fields: the content of config.json.
-        model_type: the family's name in it, which must be a key of `DEFAULTS`.
+        model_type: the family's name in it.
     """
 
     def __init__(self, raw_fields: Mapping[str, Any], model_type: str) -> None:
         self._given = raw_fields
-        self._defaults = DEFAULTS[model_type]
+        self._defaults = FAMILY_DEFAULTS[model_type]
         self._other_names = OTHER_NAMES.get(model_type, {})
 
     @property
@@ -74,6 +77,10 @@ class ConfigFields:
         other = self._other_names.get(name, name)
         default = self._defaults[name]
         return self._given.get(name, self._given.get(other, default))
+
+    def default(self, name: str) -> Any:
+        """The default of a field that the family reads."""
+        return self._defaults[name]
 
     def optional(self, name: str) -> Any:
         """A field of any type, or its default; None if it is absent and has none."""

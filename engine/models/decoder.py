@@ -14,6 +14,7 @@ from typing_extensions import override
 import kernels
 from engine.models.decoder_config import DecoderConfig, QkNorm
 from engine.models.experts import SparseMlp
+from engine.models.latent import LatentAttention
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
@@ -80,7 +81,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         has_second_norm = config.norms_inputs and not config.is_parallel
         self.input_layernorm = new_norm(config, is_used=config.norms_inputs)
-        self.self_attn = DecoderAttention(config, number, ranks)
+        self.self_attn = new_attention(config, number, ranks)
         self.post_attention_layernorm = new_norm(config, is_used=has_second_norm)
         self.mlp = new_mlp(config, number, ranks)
         self._norms_outputs, self._is_parallel = config.norms_outputs, config.is_parallel
@@ -109,6 +110,12 @@ class DecoderLayer(nn.Module):
         output = self.mlp(self.post_attention_layernorm(hidden))
         output = self.mlp_post_norm(output, residual=hidden)
         return output
+
+
+def new_attention(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.Module:
+    """Makes the attention of a layer, over keys and values or over latent vectors."""
+    kind = DecoderAttention if config.latent is None else LatentAttention
+    return kind(config, number, ranks)
 
 
 def new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.Module:

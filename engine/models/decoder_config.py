@@ -10,6 +10,7 @@ from typing_extensions import override
 from engine.models.config import MAX_LAYERS, ModelConfig, common_fields
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.expert_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
 from kernels.layer_kinds import Activation, NormKind
 
@@ -66,6 +67,7 @@ class DecoderConfig(ModelConfig):
         residual_scale: factor on what attention and MLP add to the hidden states.
         joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
         experts: the mixtures of experts; None if all layers have an MLP.
+        latent: latent attention, of all layers; None if they cache keys and values.
     """
 
     intermediate_size: int
@@ -90,12 +92,20 @@ class DecoderConfig(ModelConfig):
     residual_scale: float = 1.0
     joined: frozenset[str] = frozenset()
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     @property
     @override
     def mlp_size(self) -> int:
-        shared_width = 0 if self.experts is None else self.experts.shared_width
-        return max(self.intermediate_size, shared_width)
+        if self.experts is None:
+            return self.intermediate_size
+        has_mlp = not all(self.experts.is_sparse)
+        return max(self.intermediate_size if has_mlp else 0, self.experts.shared_width)
+
+    @property
+    @override
+    def mixer_size(self) -> int:
+        return self.attention_size(has_gates=self.gates_outputs)
 
     @property
     @override
@@ -132,6 +142,7 @@ def decoder_config(
     thetas: Mapping[str, float] | None = None,
     is_interleaved: bool = False,
     recurrent_type: str | None = None,
+    head_dim: int | None = None,
 ) -> DecoderConfig:
     """Reads the fields that decoders have in common; those that differ are as Llama's.
 
@@ -147,6 +158,7 @@ def decoder_config(
             the same embedding.
         is_interleaved: whether rotary embedding pairs neighbouring elements.
         recurrent_type: the layer type of the family's recurrent layers; None if it has none.
+        head_dim: width of a head; None for the one that config.json describes.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
@@ -154,9 +166,8 @@ def decoder_config(
     attention_bias, mlp_bias = (
         fields.has(name) and fields.flag(name) for name in ("attention_bias", "mlp_bias")
     )
-    common = common_fields(
-        fields, fields.optional_count("num_key_value_heads"), fields.optional_count("head_dim")
-    )
+    head_dim = head_dim or fields.optional_count("head_dim")
+    common = common_fields(fields, fields.optional_count("num_key_value_heads"), head_dim)
     types = _layer_types(fields, layer_types, recurrent_type)
     window = _window(fields)
     common["sliding_windows"] = tuple(

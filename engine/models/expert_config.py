@@ -7,7 +7,13 @@ from engine.models.config_fields import ConfigFieldError, ConfigFields, unsuppor
 from engine.models.expert_storage import ExpertStorage
 from kernels import Activation, RoutingRule
 
-__all__ = ["MAX_TOKENS_AT_ONCE", "ExpertsConfig", "experts_config", "softmax_rule"]
+__all__ = [
+    "MAX_TOKENS_AT_ONCE",
+    "ExpertsConfig",
+    "experts_config",
+    "grouped_experts_config",
+    "softmax_rule",
+]
 
 _MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
 _ACTIVATIONS = ("silu", "swish")  # two names of the only function of the experts' gates
@@ -26,7 +32,10 @@ class ExpertsConfig:
         rule: how tokens choose experts.
         is_sparse: per layer, whether it has experts; other layers have an MLP.
         shared_width: width of the expert that all tokens have beside those they choose; 0 for none.
+        gates_shared: whether that expert's outputs are multiplied by a sigmoid of a gate.
         activation: of the experts' gates.
+        has_wide_logits: whether the router's outputs are float32, not of the type of its inputs.
+        has_ranking_bias: whether a bias is added to the scores that rank experts.
         has_biases: whether the router and the experts have biases.
         storage: the form of the experts in the checkpoint.
     """
@@ -36,6 +45,9 @@ class ExpertsConfig:
     rule: RoutingRule
     is_sparse: tuple[bool, ...]
     shared_width: int = 0
+    gates_shared: bool = True
+    has_wide_logits: bool = False
+    has_ranking_bias: bool = False
     activation: Activation = Activation.SILU
     has_biases: bool = False
     storage: ExpertStorage = ExpertStorage.EACH
@@ -96,6 +108,61 @@ def experts_config(
         rule=replace(rule, top_k=top_k),
         is_sparse=_sparse_layers(fields),
         shared_width=fields.count(shared) if fields.has(shared) else 0,
+    )
+
+
+def grouped_experts_config(
+    fields: ConfigFields, rule: RoutingRule, *, has_groups: bool = True
+) -> ExpertsConfig:
+    """Reads the mixtures of DeepSeek and of families with its router, which has float32 logits.
+
+    Args:
+        fields: of config.json.
+        rule: the family's rule without `top_k`, number of groups and scale.
+        has_groups: whether experts are chosen by group.
+
+    Raises:
+        ConfigFieldError: a field has an unsupported value.
+    """
+    experts = experts_config(fields, rule, count_field="n_routed_experts")
+    num_groups, top_groups = (
+        fields.count(name) if has_groups else 1 for name in ("n_group", "topk_group")
+    )
+    group_size, remainder = divmod(experts.num_experts, num_groups)
+    if remainder or group_size < rule.group_terms:
+        raise ConfigFieldError(
+            f"n_group is {num_groups}; n_routed_experts {experts.num_experts} must be a multiple "
+            f"of it, with at least {rule.group_terms} experts in a group"
+        )
+    if not experts.rule.top_k <= top_groups * group_size <= experts.num_experts:
+        raise ConfigFieldError(
+            f"topk_group is {top_groups}; it must be at most n_group {num_groups}, and so many "
+            f"groups must have num_experts_per_tok {experts.rule.top_k} experts"
+        )
+    rule = replace(
+        experts.rule,
+        rounds=False,
+        scale=fields.number("routed_scaling_factor"),
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+    return replace(
+        experts,
+        rule=rule,
+        is_sparse=_layers_after_dense(fields),
+        shared_width=(fields.optional_count("n_shared_experts") or 0) * experts.width,
+        gates_shared=False,
+        has_wide_logits=True,
+    )
+
+
+def _layers_after_dense(fields: ConfigFields) -> tuple[bool, ...]:
+    """Returns, per layer, whether it has experts; the first ones have none."""
+    num_dense = fields.integer("first_k_dense_replace")
+    interval = fields.count("moe_layer_freq")
+    return tuple(
+        layer >= num_dense and layer % interval == 0
+        for layer in range(fields.count("num_hidden_layers"))
     )
 
 

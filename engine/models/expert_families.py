@@ -6,17 +6,35 @@ from dataclasses import replace
 from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
-from engine.models.expert_config import experts_config, softmax_rule
+from engine.models.expert_config import (
+    ExpertsConfig,
+    experts_config,
+    grouped_experts_config,
+    softmax_rule,
+)
 from engine.models.expert_storage import ExpertStorage
+from engine.models.latent_config import latent_config
 from kernels import CLAMP_LIMIT, CLAMP_SLOPE, Activation, ExpertScores, NormKind, RoutingRule
 
 __all__ = [
+    "deepseek_v2_config",
+    "deepseek_v3_config",
+    "glm4_moe_config",
+    "glm4_moe_lite_config",
     "gpt_oss_config",
     "mixtral_config",
     "olmoe_config",
     "qwen2_moe_config",
     "qwen3_moe_config",
 ]
+
+# DeepSeek's names of the experts that all tokens have, as one, and of the ranking's bias.
+_SHARED_EXPERT_NAMES = {
+    "shared_expert": "shared_experts",
+    "ranking_bias": "gate.e_score_correction_bias",
+}
+_GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
+_MLP_TYPES = ("dense", "sparse")
 
 
 def qwen2_moe_config(fields: ConfigFields) -> DecoderConfig:
@@ -98,6 +116,89 @@ def gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
             storage=ExpertStorage.INTERLEAVED,
         ),
     )
+
+
+def glm4_moe_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GLM-4.5 mixture: Llama's attention, DeepSeek-V3's experts."""
+    return replace(
+        decoder_config(fields),
+        output_bias=False,
+        qk_norm=QkNorm.HEAD if fields.flag("use_qk_norm") else QkNorm.NONE,
+        experts=_sigmoid_experts(fields),
+        names=_SHARED_EXPERT_NAMES,
+    )
+
+
+def deepseek_v2_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a DeepSeek-V2 model (arXiv:2405.04434)."""
+    method = fields.text("topk_method")
+    if method not in (_GREEDY, _BY_GROUP):
+        raise unsupported("topk_method", method)
+    if fields.flag("norm_topk_prob"):  # implementations disagree about the factor on weights
+        raise unsupported("norm_topk_prob", value=True)
+    _check_constant(fields, "scoring_func")
+    experts = grouped_experts_config(fields, RoutingRule(1), has_groups=method == _BY_GROUP)
+    return _deepseek(fields, experts, is_interleaved=True)
+
+
+def deepseek_v3_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a DeepSeek-V3 or R1 model (arXiv:2412.19437)."""
+    is_interleaved = fields.flag("rope_interleave")
+    return _deepseek(fields, _sigmoid_experts(fields), is_interleaved=is_interleaved)
+
+
+def glm4_moe_lite_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GLM-4.7-Flash model: DeepSeek-V3 with types of MLPs by layer."""
+    config = deepseek_v3_config(fields)
+    types = fields.raw("mlp_layer_types")
+    if types is None:
+        return config
+    is_list = isinstance(types, list) and all(kind in _MLP_TYPES for kind in types)
+    if not is_list or len(types) != config.num_layers:
+        raise ConfigFieldError(
+            f"mlp_layer_types must be a list of {config.num_layers}, each one of "
+            f"{', '.join(_MLP_TYPES)}"
+        )
+    assert config.experts is not None
+    is_sparse = tuple(kind == "sparse" for kind in types)
+    return replace(config, experts=replace(config.experts, is_sparse=is_sparse))
+
+
+def _deepseek(
+    fields: ConfigFields, experts: ExpertsConfig, *, is_interleaved: bool
+) -> DecoderConfig:
+    """Reads a model with latent attention, and experts after the first layers."""
+    latent = latent_config(fields)
+    config = decoder_config(fields, is_interleaved=is_interleaved, head_dim=latent.rotary_dim)
+    (rope,) = config.ropes
+    if rope.rope_type not in ("default", "yarn"):
+        raise unsupported("rope_type", rope.rope_type)
+    temperature = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+    return replace(
+        config,
+        num_kv_heads=1,
+        num_kv_parts=1,
+        head_dim=latent.head_dim,
+        attention_scale=latent.query_dim**-0.5 * temperature**2,
+        latent=latent,
+        experts=experts,
+        names=_SHARED_EXPERT_NAMES,
+    )
+
+
+def _sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Reads the mixtures of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2)."""
+    rule = RoutingRule(
+        1, ExpertScores.SIGMOID, normalizes=fields.flag("norm_topk_prob"), group_terms=2
+    )
+    for name in ("scoring_func", "topk_method"):
+        _check_constant(fields, name)
+    return replace(grouped_experts_config(fields, rule), has_ranking_bias=True)
+
+
+def _check_constant(fields: ConfigFields, name: str) -> None:
+    if fields.value(name) != fields.default(name):
+        raise unsupported(name, fields.value(name))
 
 
 def _method_of(quantization: object) -> object:

@@ -12,6 +12,7 @@ from kernels import Cut, RowsOfWeight
 __all__ = ["ExpertStorage", "expert_biases", "expert_matrices"]
 
 _GATE_UP = "experts.gate_up_proj"
+_FIRST_GATE = ".experts.0.gate_proj.weight"
 _MXFP4_BLOCK = 32  # numbers that share a scale
 _SCALE_BIAS = 127
 # By the lowest three of a number's four bits; the highest one is the sign.
@@ -22,7 +23,7 @@ class ExpertStorage(Enum):
     """The form in which a checkpoint stores the experts' matrices."""
 
     EACH = "each"
-    """A tensor for each matrix of each expert."""
+    """A tensor for each matrix of each expert, and for its biases."""
     JOINED = "joined"
     """A tensor for the gate and up projections of all experts, and one for the down projections."""
     INTERLEAVED = "interleaved"
@@ -39,6 +40,8 @@ class ExpertStorage(Enum):
         for name in names:
             if name.endswith(f"{_GATE_UP}_blocks"):
                 return ExpertStorage.MXFP4
+            if name.endswith(_FIRST_GATE):
+                return ExpertStorage.EACH
             if name.endswith(_GATE_UP) and self is ExpertStorage.EACH:
                 return ExpertStorage.JOINED
         return self
@@ -80,18 +83,24 @@ def expert_matrices(
 
 
 def expert_biases(
-    path: str, experts: Cut, expert: int, parts: Sequence[torch.Tensor]
-) -> TensorPart:
-    """Returns the part of a checkpoint's tensor that is one expert's biases.
+    storage: ExpertStorage, path: str, experts: Cut, expert: int, parts: dict[str, torch.Tensor]
+) -> Iterator[TensorPart]:
+    """Yields the parts of a checkpoint's tensors that are one expert's biases.
 
     Args:
+        storage: the form of the checkpoint.
         path: the name there of the matrices of all experts.
         experts: the experts of this rank; its `total` is the number of all.
         expert: the expert's number.
-        parts: the biases of each layer, whose numbers take turns in the checkpoint.
+        parts: by the name of a layer, its biases. Those of several layers take turns in a tensor
+            of all experts.
     """
+    if storage is ExpertStorage.EACH:
+        for name, bias in parts.items():
+            yield TensorPart.whole(f"{path.rpartition('.')[0]}.{expert}.{name}.bias", bias)
+        return
     of_all = Cut(experts.total, expert, expert + 1)
-    return _of_expert(f"{path}_bias", _RowsInTurn(parts), of_all)
+    yield _of_expert(f"{path}_bias", _RowsInTurn([*parts.values()]), of_all)
 
 
 def _of_expert(

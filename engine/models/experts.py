@@ -16,8 +16,8 @@ import kernels
 from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig
 from engine.models.expert_storage import expert_biases, expert_matrices
 from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
-from engine.models.tensor_parts import TensorPart
-from kernels import Activation, Cut, ExpertWeight, RankGroup, Routing, WeightUse
+from engine.models.tensor_parts import StoredModule, TensorPart
+from kernels import Activation, Cut, RankGroup, Routing, WeightStack, WeightUse
 
 __all__ = ["ExpertLinear", "SparseMlp"]
 
@@ -46,11 +46,11 @@ class ExpertLinear(PackedModule):
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         shape = self.experts.size, self._rows_per_expert, self.weight.num_columns
-        self.weight = kernels.make_expert_weight(*shape, dtype, device, self.weight.use)
+        self.weight = kernels.make_weight_stack(*shape, dtype, device, self.weight.use)
 
     def forward(self, hidden: torch.Tensor, routing: Routing, *, gathers: bool) -> torch.Tensor:
         """Computes `[rows * top_k, width]` by slot; see `kernels.expert_linear`."""
-        assert isinstance(self.weight, ExpertWeight)
+        assert isinstance(self.weight, WeightStack)
         return kernels.expert_linear(
             hidden, self.weight, routing, self.bias, gathers=gathers, activation=self._activation
         )
@@ -64,8 +64,9 @@ class ExpertLinear(PackedModule):
                 first += width
             yield from expert_matrices(self._storage, path, self.experts, expert, parts)
             if self.bias is not None:
-                biases = torch.split(self.bias[number], [*self._parts.values()])
-                yield expert_biases(path, self.experts, expert, biases)
+                widths = [*self._parts.values()]
+                biases = dict(zip(parts, torch.split(self.bias[number], widths), strict=True))
+                yield from expert_biases(self._storage, path, self.experts, expert, biases)
 
 
 class _Experts(nn.Module):
@@ -101,6 +102,26 @@ class _SharedExpert(nn.Module):
         return kernels.linear(gated, self.down_proj.weight, out_dtype=torch.float32)
 
 
+class _RankingBias(StoredModule):
+    """A bias of the scores that rank experts.
+
+    It decides which of two almost equal scores is higher, so it is not rounded.
+
+    Args:
+        num_experts: number of experts of a layer.
+    """
+
+    parameter_dtype = torch.float32
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(num_experts))
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        yield TensorPart.whole(path, self.values)
+
+
 class SparseMlp(nn.Module):
     """A mixture of experts in the place of an MLP.
 
@@ -113,10 +134,13 @@ class SparseMlp(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig, ranks: RankGroup | None) -> None:
         super().__init__()
         self._rule, self._num_experts, self._ranks = config.rule, config.num_experts, ranks
+        self._gates_shared = config.gates_shared
         logits = {"gate": Cut.whole(config.num_experts)}
-        if config.shared_width:
+        if config.gates_shared and config.shared_width:
             logits["shared_expert_gate"] = Cut.whole(1)
         self.router = FusedLinear(hidden_size, logits, bias=config.has_biases)
+        self._logits_dtype = torch.float32 if config.has_wide_logits else None
+        self.ranking_bias = _RankingBias(config.num_experts) if config.has_ranking_bias else None
         self.experts = _Experts(hidden_size, config, ranks)
         self.shared_expert = (
             _SharedExpert(hidden_size, config.shared_width, ranks) if config.shared_width else None
@@ -131,14 +155,19 @@ class SparseMlp(nn.Module):
         return torch.cat([self._mix(hidden[part], residual[part]) for part in slices])
 
     def _mix(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        logits = self.router(hidden)
+        router, bias = self.router, self.ranking_bias
+        logits = kernels.linear(hidden, router.weight, router.bias, out_dtype=self._logits_dtype)
         routing = kernels.route_experts(
-            logits[:, : self._num_experts], self._rule, self.experts.cut
+            logits[:, : self._num_experts],
+            self._rule,
+            self.experts.cut,
+            None if bias is None else bias.values,
         )
         outputs = self.experts(hidden, routing)
         shared = shared_gate = None
         if self.shared_expert is not None:
-            shared, shared_gate = self.shared_expert(hidden), logits[:, self._num_experts :]
+            shared = self.shared_expert(hidden)
+            shared_gate = logits[:, self._num_experts :] if self._gates_shared else None
         if self._ranks is None:
             return kernels.combine_experts(
                 outputs, routing, shared=shared, shared_gate=shared_gate, residual=residual

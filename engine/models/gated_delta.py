@@ -1,4 +1,4 @@
-"""Hybrids with gated delta nets (arXiv:2412.06464): Qwen3-Next, dense text models of Qwen3.5."""
+"""Hybrids with gated delta nets (arXiv:2412.06464): Qwen3-Next, text models of Qwen3.5."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
-from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
@@ -17,12 +16,18 @@ from engine.models.hybrid import CausalConv, Hybrid, fields_of, read_conv_width
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
-from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Cut, RankGroup
+from engine.models.tensor_parts import StoredModule, TensorPart, grouped_order
+from kernels import Cut, RankGroup, RoutingRule
 from kernels.layer_kinds import Activation, NormKind
 from kernels.paged_kv import DeltaGates, LayerState
 
-__all__ = ["GatedDelta", "GatedDeltaConfig", "qwen3_5_config", "qwen3_next_config"]
+__all__ = [
+    "GatedDelta",
+    "GatedDeltaConfig",
+    "qwen3_5_config",
+    "qwen3_5_moe_config",
+    "qwen3_next_config",
+]
 
 _MAX_DIM = 4096
 _NAMES = {
@@ -56,6 +61,15 @@ class GatedDeltaConfig(DecoderConfig):
     value_dim: int
     conv_width: int
     joins_heads: bool = False
+
+    @property
+    @override
+    def mixer_size(self) -> int:
+        keys, values = self.num_state_keys * self.key_dim, self.num_states * self.value_dim
+        convolved = 2 * (2 * keys + values)  # before and after
+        gated = 4 * values  # gates, and the mixed values as they are, normalized, and gated
+        recurrent = convolved + gated + 2 * self.num_states
+        return max(self.attention_size(has_gates=True), recurrent)
 
     @property
     @override
@@ -113,6 +127,16 @@ def qwen3_next_config(fields: ConfigFields) -> GatedDeltaConfig:
     return replace(qwen3_5_config(fields), experts=experts, joins_heads=True)
 
 
+def qwen3_5_moe_config(fields: ConfigFields) -> GatedDeltaConfig:
+    """Reads the config of the text part of a Qwen3.5 or Qwen3.6 mixture: experts in all layers.
+
+    Raises:
+        ConfigurationError: a field has an unsupported value.
+    """
+    experts = experts_config(fields, RoutingRule(1, normalizes=True))
+    return replace(qwen3_5_config(fields), experts=experts)
+
+
 class GatedDelta(Hybrid):
     """Qwen3-Next and Qwen3.5: gated delta nets, and some layers with gated attention."""
 
@@ -127,18 +151,10 @@ class GatedDeltaNet(nn.Module):
     Args:
         config: the model's shape.
         ranks: the ranks that share the layer, each of which has some heads.
-
-    Raises:
-        ConfigurationError: the heads cannot be divided among the ranks.
     """
 
     def __init__(self, config: GatedDeltaConfig, ranks: RankGroup | None) -> None:
         super().__init__()
-        if ranks is not None and config.num_state_keys % ranks.size:
-            raise ConfigurationError(
-                f"--tensor-parallel-size is {ranks.size}; it must divide the model's "
-                f"{config.num_state_keys} key heads of gated delta nets"
-            )
         heads = cut_of(config.num_states, ranks)
         keys = cut_of(config.num_state_keys, ranks).times(config.key_dim)
         values = heads.times(config.value_dim)
@@ -209,16 +225,13 @@ def _projection_by_heads(
         num_keys: key heads of this rank.
         widths: width of each projection on this rank; in the result they lie one after the other.
     """
-    total = sum(widths)
-    stored = torch.arange(total, device="cpu").view(num_keys, -1)
-    parts = torch.split(stored, [width // num_keys for width in widths], dim=1)
-    rows = cut_of(total * (1 if ranks is None else ranks.size), ranks)
+    rows = cut_of(sum(widths) * (1 if ranks is None else ranks.size), ranks)
     return FusedLinear(
         size,
         {"heads": rows},
         bias=False,
         is_joined=True,
-        row_orders={"heads": torch.cat([part.flatten() for part in parts])},
+        row_orders={"heads": grouped_order(num_keys, widths)},
     )
 
 

@@ -14,12 +14,14 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
+from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, positive
 from engine.models.decoder import Decoder, new_mlp, new_norm
 from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
+from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
 from kernels.paged_kv import LayerState
@@ -60,6 +62,11 @@ class Lfm2Config(DecoderConfig):
 
     conv_width: int
     conv_bias: bool
+
+    @property
+    @override
+    def mixer_size(self) -> int:
+        return max(self.attention_size(), 4 * self.hidden_size)
 
     @property
     @override
@@ -123,7 +130,16 @@ def _lfm2_mlp_size(fields: ConfigFields) -> int:
 
 
 class Hybrid(Decoder):
-    """A decoder some of whose layers are recurrent."""
+    """A decoder some of whose layers are recurrent.
+
+    Raises:
+        ConfigurationError: its states cannot be divided among that many ranks.
+    """
+
+    def __init__(self, config: DecoderConfig, part: ModelPart = WHOLE_MODEL) -> None:
+        if part.ranks is not None:
+            _check_equal_parts(config, part.ranks.size)
+        super().__init__(config, part)
 
     @override
     def _new_layer(self, config: DecoderConfig, number: int) -> nn.Module:
@@ -134,6 +150,21 @@ class Hybrid(Decoder):
     @abstractmethod
     def _new_mixer(self, config: Any) -> nn.Module:
         """Makes the part of a recurrent layer that mixes tokens, in place of attention."""
+
+
+def _check_equal_parts(config: DecoderConfig, num_ranks: int) -> None:
+    """Checks that each rank has as large a part of a state as of a block.
+
+    Raises:
+        ConfigurationError: it has not; names what cannot be divided.
+    """
+    heads = {f"'{shape.name}' heads of states": shape.num_heads for shape in config.state_shapes}
+    for name, num_heads in {"KV heads": config.num_kv_heads, **heads}.items():
+        if num_heads % num_ranks:
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {num_ranks}; it must divide the {num_heads} {name} of "
+                "a model with recurrent layers"
+            )
 
 
 class RecurrentLayer(nn.Module):

@@ -18,7 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts
+from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts, stored_name
 from kernels import Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv, LayerState, PagedKv
 from kvstore.transfer_form import PoolShare
@@ -37,7 +37,7 @@ __all__ = [
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 OUTPUT_HEAD = "lm_head.weight"
-"""Name of the output head's tensor in a checkpoint of any family."""
+"""Name of the output head's tensor in a checkpoint of most families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ class CausalModel(nn.Module, ABC):
         part: the part of the model that this rank computes.
 
     Attributes:
-        checkpoint_prefix: prefix of the names in a checkpoint.
-        embedding_name: name of the word embedding, also in a checkpoint, after the prefix.
-        layers_name: name of the layers, also in a checkpoint, after the prefix.
+        checkpoint_prefix: prefix of the names in a checkpoint, which `ModelConfig.names` may
+            map too.
+        embedding_name: name of the word embedding.
+        layers_name: name of the layers.
         config: the model's shape.
         part: the part of the model.
         lm_head: the output head; None if it shares the embedding's weights, or another stage
@@ -127,13 +128,26 @@ class CausalModel(nn.Module, ABC):
     @property
     def embedding_tensor(self) -> str:
         """Name of the word embedding's tensor in a checkpoint."""
-        return f"{self.checkpoint_prefix}{self.embedding_name}.weight"
+        return self._stored_name(f"{self.checkpoint_prefix}{self.embedding_name}.weight")
+
+    @property
+    def head_tensor(self) -> str:
+        """Name of the output head's tensor in a checkpoint that has one."""
+        return self._stored_name(OUTPUT_HEAD)
+
+    @property
+    def layers_path(self) -> str:
+        """Name of the layers in a checkpoint."""
+        return self._stored_name(f"{self.checkpoint_prefix}{self.layers_name}")
 
     @property
     def word_embedding(self) -> Embedding | None:
         """The embedding of token ids; None if this part has none."""
         embedding: Embedding | None = getattr(self, self.embedding_name)
         return embedding
+
+    def _stored_name(self, name: str) -> str:
+        return stored_name(name, self.config.names)
 
     @abstractmethod
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.models.config import gpt2_config, opt_config
-from engine.models.config_fields import ConfigFieldError, ConfigFields
+from engine.models.config_fields import ConfigFieldError, ConfigFields, wrong
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import decoder_config
 from engine.models.decoder_families import (
@@ -26,20 +26,29 @@ from engine.models.decoder_families import (
     smollm3_config,
 )
 from engine.models.expert_families import (
+    deepseek_v2_config,
+    deepseek_v3_config,
+    glm4_moe_config,
+    glm4_moe_lite_config,
     gpt_oss_config,
     mixtral_config,
     olmoe_config,
     qwen2_moe_config,
     qwen3_moe_config,
 )
-from engine.models.gated_delta import GatedDelta, qwen3_5_config, qwen3_next_config
+from engine.models.gated_delta import (
+    GatedDelta,
+    qwen3_5_config,
+    qwen3_5_moe_config,
+    qwen3_next_config,
+)
 from engine.models.gpt2 import Gpt2
 from engine.models.hybrid import Lfm2, lfm2_config
 from engine.models.layers import CausalModel
 from engine.models.opt import Opt
 from engine.models.part import WHOLE_MODEL, ModelPart
 
-__all__ = ["FAMILIES", "ModelFamily", "family_of", "family_of_config"]
+__all__ = ["FAMILIES", "ModelFamily", "family_of", "family_of_config", "text_config_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +84,14 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "CohereForCausalLM": ModelFamily("cohere", cohere_config, Decoder),
         "Cohere2ForCausalLM": ModelFamily("cohere2", cohere2_config, Decoder),
+        "DeepseekV2ForCausalLM": ModelFamily("deepseek_v2", deepseek_v2_config, Decoder),
+        "DeepseekV3ForCausalLM": ModelFamily("deepseek_v3", deepseek_v3_config, Decoder),
         "Ernie4_5ForCausalLM": ModelFamily("ernie4_5", ernie4_5_config, Decoder),
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
+        "Glm4MoeForCausalLM": ModelFamily("glm4_moe", glm4_moe_config, Decoder),
+        "Glm4MoeLiteForCausalLM": ModelFamily("glm4_moe_lite", glm4_moe_lite_config, Decoder),
         "GptOssForCausalLM": ModelFamily("gpt_oss", gpt_oss_config, Decoder),
         "GraniteForCausalLM": ModelFamily("granite", granite_config, Decoder),
         "Lfm2ForCausalLM": ModelFamily("lfm2", lfm2_config, Lfm2),
@@ -90,6 +103,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "Qwen2ForCausalLM": ModelFamily("qwen2", qwen2_config, Decoder),
         "Qwen3NextForCausalLM": ModelFamily("qwen3_next", qwen3_next_config, GatedDelta),
         "Qwen3_5ForCausalLM": ModelFamily("qwen3_5_text", qwen3_5_config, GatedDelta),
+        "Qwen3_5MoeForCausalLM": ModelFamily("qwen3_5_moe_text", qwen3_5_moe_config, GatedDelta),
         "Qwen3ForCausalLM": ModelFamily("qwen3", qwen3_config, Decoder),
         "MixtralForCausalLM": ModelFamily("mixtral", mixtral_config, Decoder),
         "OlmoeForCausalLM": ModelFamily("olmoe", olmoe_config, Decoder),
@@ -103,6 +117,26 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
 )
 
 
+# By the architecture of a model that reads images too: its `model_type`, and its text part's
+# architecture.
+_TEXT_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM"),
+        "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
+        "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    }
+)
+_TEXT_CONFIG = "text_config"
+# Fields beside the text part's config that apply to it, and come first.
+_SHARED_FIELDS = (
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
+
 def family_of(architecture: str | None) -> ModelFamily:
     """Returns the family of an architecture.
 
@@ -112,7 +146,8 @@ def family_of(architecture: str | None) -> ModelFamily:
     family = FAMILIES.get(architecture or "")
     if family is None:
         raise ConfigFieldError(
-            f"architecture {architecture!r} is unknown; known are {', '.join(FAMILIES)}"
+            f"architecture {architecture!r} is unknown; known are "
+            f"{', '.join([*FAMILIES, *_TEXT_PARTS])}"
         )
     return family
 
@@ -134,10 +169,32 @@ def family_of_config(config: Mapping[str, Any]) -> ModelFamily:
         return stated
     family = family_of(architecture)
     if family is not stated:
-        raise ConfigFieldError(
-            f"model_type is {model_type!r}; {architecture} is {family.model_type!r}"
-        )
+        raise _wrong_type(model_type, architecture, family.model_type)
     return family
+
+
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of a model's text part; of a model that has no other parts, its own.
+
+    Raises:
+        ConfigFieldError: the model reads images too, and does not describe its text part.
+    """
+    architecture = _architecture(config)
+    if architecture is None or architecture not in _TEXT_PARTS:
+        return config
+    model_type, text_architecture = _TEXT_PARTS[architecture]
+    if config.get("model_type") != model_type:
+        raise _wrong_type(config.get("model_type"), architecture, model_type)
+    text = config.get(_TEXT_CONFIG)
+    if not isinstance(text, Mapping):
+        raise wrong(_TEXT_CONFIG, text, "an object")
+    shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
+    usual = {"model_type": FAMILIES[text_architecture].model_type}
+    return {**usual, **text, **shared, "architectures": [text_architecture]}
+
+
+def _wrong_type(stated: object, architecture: str | None, expected: str) -> ConfigFieldError:
+    return ConfigFieldError(f"model_type is {stated!r}; {architecture} is {expected!r}")
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """Rotary embeddings as config.json describes them: one for all layers, or one per layer type."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,6 +77,10 @@ class RopeConfig:
     def extended_len(self) -> int:
         """The context length that YaRN extends to; 0 for other types."""
         return int(self.original_len * self.factor) if self.rope_type == "yarn" else 0
+
+    def temperature(self, mscale: float) -> float:
+        """Returns YaRN's factor on queries and keys, which grows with `mscale`."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, is_interleaved: bool = False) -> RopeConfig:

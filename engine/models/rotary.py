@@ -87,11 +87,5 @@ def _amplitude(rope: RopeConfig) -> float:
         growth = max(rope.factor, 1.0)
         return math.sqrt(1 + math.log(growth) / math.log(rope.original_len))
     if rope.mscale and rope.mscale_all_dim:
-        return _temperature(rope.factor, rope.mscale) / _temperature(
-            rope.factor, rope.mscale_all_dim
-        )
-    return _temperature(rope.factor, 1.0)
-
-
-def _temperature(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        return rope.temperature(rope.mscale) / rope.temperature(rope.mscale_all_dim)
+    return rope.temperature(1.0)

@@ -6,8 +6,10 @@ checkpoint: transposed, or with other rows.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,8 +23,10 @@ __all__ = [
     "TensorPart",
     "TransposedRows",
     "WeightTarget",
+    "grouped_order",
     "half_split_order",
     "renamed_parts",
+    "stored_name",
     "transposed_parts",
 ]
 
@@ -76,7 +80,12 @@ class StoredModule(nn.Module, ABC):
     """A module that says how the checkpoint stores its weights.
 
     Of other modules, each parameter is a whole tensor of the checkpoint.
+
+    Attributes:
+        parameter_dtype: type of its parameters; None for the type of the model's weights.
     """
+
+    parameter_dtype: ClassVar[torch.dtype | None] = None
 
     @abstractmethod
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
@@ -136,6 +145,18 @@ def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     return torch.cat((rotated[0::2], rotated[1::2], elements[rotary_dim:]))
 
 
+def grouped_order(num_groups: int, widths: Sequence[int]) -> torch.Tensor:
+    """Returns the `OrderedRows` of layers side by side that the checkpoint has group by group.
+
+    Args:
+        num_groups: number of groups, each of which has rows of every layer.
+        widths: number of rows of each layer in all groups.
+    """
+    stored = torch.arange(sum(widths), device="cpu").view(num_groups, -1)
+    parts = torch.split(stored, [width // num_groups for width in widths], dim=1)
+    return torch.cat([part.flatten() for part in parts])
+
+
 def transposed_parts(parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
     """Yields the parts of tensors that the checkpoint stores transposed; biases are unchanged."""
     for part in parts:
@@ -146,17 +167,23 @@ def transposed_parts(parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
 
 
 def renamed_parts(parts: Iterable[TensorPart], names: Mapping[str, str]) -> Iterator[TensorPart]:
-    """Yields parts under a family's names.
+    """Yields parts under a family's names, see `stored_name`."""
+    for part in parts:
+        yield replace(part, name=stored_name(part.name, names))
+
+
+def stored_name(name: str, names: Mapping[str, str]) -> str:
+    """Returns a family's name of a tensor or a module.
 
     Args:
-        parts: the parts under the names of the model's modules.
+        name: the name that the model has for it.
         names: the family's name of a module by the model's. Each is one component of a tensor's
             name, or several, as in `self_attn.o_proj`; of two that match, the longer one counts.
     """
-    if not names:
-        yield from parts
-        return
+    return _pattern_of(tuple(names)).sub(lambda match: names[match[1]], name) if names else name
+
+
+@cache
+def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(names, key=len, reverse=True)
-    pattern = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
-    for part in parts:
-        yield replace(part, name=pattern.sub(lambda match: names[match[1]], part.name))
+    return re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")

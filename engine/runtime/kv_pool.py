@@ -101,6 +101,7 @@ def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: i
         block_size=config.block_size,
         head_dim=loaded.head_dim,
         dtype=dtype,
+        num_parts=loaded.num_kv_parts,
     )
 
 

@@ -49,19 +49,26 @@ def check_same_engine(ranks: EngineRanks, config: EngineConfig, info: ModelInfo)
         "Baton": __version__,
         "the checkpoint": info.fingerprint.hex(),
         "the KV cache": str(info.layout),
+        "the layout of states": str(info.states),
         "--max-model-len": str(info.max_model_len),
         **{f"--{name.replace('_', '-')}": str(getattr(config, name)) for name in _SAME_FLAGS},
     }
     _check_same(ranks, limits)
 
 
-def check_same_pools(ranks: EngineRanks, num_blocks: int, num_host_blocks: int) -> None:
-    """Checks that all ranks have the blocks that rank 0 schedules.
+def check_same_pools(
+    ranks: EngineRanks, num_blocks: int, num_host_blocks: int, num_slots: int
+) -> None:
+    """Checks that all ranks have the blocks and slots that rank 0 schedules.
 
     Raises:
         ConfigurationError: this rank has more or fewer of them than rank 0.
     """
-    counts = {"the number of KV blocks": num_blocks, "the number of host blocks": num_host_blocks}
+    counts = {
+        "the number of KV blocks": num_blocks,
+        "the number of host blocks": num_host_blocks,
+        "the number of slots for states": num_slots,
+    }
     _check_same(ranks, {name: str(count) for name, count in counts.items()})
 
 

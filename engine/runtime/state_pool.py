@@ -102,10 +102,10 @@ def decide_num_host_slots(num_slots: int, num_blocks: int, num_host_blocks: int)
 def log_slots(states: StateLayout, num_slots: int, interval: int) -> None:
     """Logs the number of slots, and how much of their memory holds no states."""
     _logger.info(
-        "states of recurrent layers: %d slots of %d bytes, %.1f MiB, %.0f%% of it unused; a "
-        "running sequence keeps one every %d tokens",
-        num_slots,
+        "states of recurrent layers: %d bytes of a sequence, %d slots, %.1f MiB, %.0f%% of it "
+        "unused; a running sequence keeps one every %d tokens",
         states.slot_bytes,
+        num_slots,
         num_slots * states.slot_bytes / _MEBIBYTE,
         100 * (1 - states.state_bytes / states.slot_bytes),
         interval,

@@ -135,7 +135,12 @@ class SchedulerParts:
         decoding = DecodeSet(config.block_size, config.num_lanes)
         branches = Branches(kv, decoding, config.max_running)
         queues = GroupQueues(kv, transfers, branches, metrics)
-        drafts = Drafts(config, costs, metrics, clock) if config.max_drafts >= 1 else None
+        runs_again = info.states is not None
+        drafts = (
+            Drafts(config, costs, metrics, clock, runs_again=runs_again)
+            if config.max_drafts >= 1
+            else None
+        )
         preemption = Preemption(config, kv, queues, transfers, costs)
         admission = Admission(
             config, kv, queues, transfers, branches, decoding, preemption, drafts, clock

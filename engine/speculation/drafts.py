@@ -61,6 +61,8 @@ class Drafts:
         costs: measured times; `prompt_token_s` is that of one more token in a long step.
         metrics: counts drafts.
         clock: monotonic seconds.
+        runs_again: whether accepted draft tokens run again with the next step, as those of a model
+            with recurrent layers do.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Drafts:
         costs: StepCosts,
         metrics: EngineMetrics,
         clock: Callable[[], float],
+        *,
+        runs_again: bool = False,
     ) -> None:
         assert config.speculative_config is not None, "the engine drafts tokens"
         self._most = min(config.max_drafts, costs.max_proposals)
@@ -86,6 +90,7 @@ class Drafts:
         self._right_share = _FIRST_SHARE  # of draft tokens; what is assumed of a new sequence
         self._metrics = metrics
         self._clock = clock
+        self._runs_again = runs_again
         self._num_rows = 1
         self._began_at = 0.0
 
@@ -273,10 +278,11 @@ class Drafts:
 
     def _plan(self, state: DraftState) -> _Plan:
         """Plans draft tokens for a step with as many sequences as the last one."""
-        place_s, decoding_s, drafting_s = 0.0, 1.0, 1.0  # if no step has been measured
+        place_s, again_s, decoding_s, drafting_s = 0.0, 0.0, 1.0, 1.0  # if no step is measured
         if self._is_timed:
             tokens_s = self._num_rows * self._costs.prompt_token_s
             place_s = tokens_s + self._costs.proposal_s  # of one draft token of each sequence
+            again_s = tokens_s if self._runs_again else 0.0  # of one that is accepted
             times = [each for each in (self._decoding_s, self._drafting_s) if each is not None]
             drafting_s = times[-1] + tokens_s
             # If it was measured long ago it may seem longer, which it cannot be.
@@ -287,7 +293,8 @@ class Drafts:
         for num_drafts in range(1, self._most + 1):
             chance *= right
             num_drawn += chance
-            drawn_s = (drafting_s + num_drafts * place_s) / num_drawn
+            step_s = drafting_s + num_drafts * place_s + (num_drawn - 1) * again_s
+            drawn_s = step_s / num_drawn
             if drawn_s < best_s:
                 best, best_s = num_drafts, drawn_s
         return _Plan(best, decoded_s - best_s if best else 0.0)

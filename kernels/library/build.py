@@ -6,6 +6,7 @@ only those whose sources, flags or compiler changed. The library of a variant th
 built is removed: an old library must not run with newer Python code.
 """
 
+import argparse
 import os
 import shlex
 import shutil
@@ -234,12 +235,20 @@ def _no_compiler_text() -> str:
     return f"no C++20 compiler was found (looked for {', '.join(_COMPILER_NAMES)})"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Builds the variants of this machine's architecture.
+
+    Args:
+        arguments: of the command line; None for the process's. There are no flags but `--help`.
 
     Returns:
         The exit status: 1 if something failed to compile, 2 if there is no compiler.
     """
+    argparse.ArgumentParser(
+        prog="python -m kernels.library.build",
+        description="Compile the native kernels for this machine's architecture, as far as their "
+        "sources, flags or compiler changed. CXX names another compiler.",
+    ).parse_args(arguments)
     compiler = find_compiler()
     outcomes = build(compiler=compiler, variants=variants_for(), report=_print_outcome)
     if compiler is None:

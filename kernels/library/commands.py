@@ -20,6 +20,7 @@ __all__ = [
     "GATED_DELTA",
     "GATE_ROWS",
     "GATHER_COLUMNS",
+    "HEAD_LINEAR",
     "LAYER_NORM",
     "LINEAR",
     "PAGED_ATTENTION",
@@ -27,6 +28,7 @@ __all__ = [
     "RMS_NORM",
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
+    "ROTATE_AND_WRITE_LATENT",
     "ROUTE_EXPERTS",
     "SHORT_CONV",
     "TAKE_ROWS",
@@ -82,19 +84,21 @@ TAKE_ROWS = _command(1, "i piii ii pi d pi w i")
 RMS_NORM = _command(2, "i pi ii p d i pi w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp di pp i w iiiii p")
-PAGED_ATTENTION = _command(5, "i pi iii p iiiii dd i p w p")
+PAGED_ATTENTION = _command(5, "i pi iiii p iiiii dd i p w p")
 ARGMAX = _command(6, "p iii ww")
 APPLY_LOGIT_RULES = _command(7, "p ii pp pppp i p i pp ppi pi pii p")
 DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi d w")
 GATHER_COLUMNS = _command(10, "i pii w")
-ROUTE_EXPERTS = _command(11, "i pi ii iiii ii wwww")
+ROUTE_EXPERTS = _command(11, "i pi ii ii p iii i d i ii wwww")
 EXPERT_LINEAR = _command(12, "i pi ii p iii p ii pp w")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
 GATE_ROWS = _command(15, "i pi pi ii i w")
 SHORT_CONV = _command(14, "ii pi ii pp piii i p w")
 GATED_DELTA = _command(16, "i pi pi pi pi pi pp iiii piii i p w")
 LAYER_NORM = _command(17, "i pi ii pp d pi w")
+HEAD_LINEAR = _command(18, "i piiii i pi ii w")
+ROTATE_AND_WRITE_LATENT = _command(19, "i pp ii ii pi d pp i w iii p")
 
 
 class NativeKernels:

@@ -12,11 +12,17 @@ from kernels import reference
 from kernels.dispatch import NATIVE
 from kernels.layer_kinds import NormKind
 from kernels.library import commands
-from kernels.native.ops import is_vector, run_command
+from kernels.native.ops import is_vector, rows_of, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES
 from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 
-__all__ = ["pack_batch", "paged_attention", "point_to", "rotate_and_write_kv"]
+__all__ = [
+    "pack_batch",
+    "paged_attention",
+    "point_to",
+    "rotate_and_write_kv",
+    "rotate_and_write_latent",
+]
 
 
 @NATIVE.implements(reference.rotate_and_write_kv)
@@ -65,6 +71,63 @@ def rotate_and_write_kv(
     return query
 
 
+@NATIVE.implements(reference.rotate_and_write_latent)
+def rotate_and_write_latent(
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rotation: Rotation,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates the query in place."""
+    if kv_scales is not None:
+        return reference.rotate_and_write_latent(
+            query,
+            latent,
+            kv_layer,
+            meta,
+            norm_weight=norm_weight,
+            eps=eps,
+            rotation=rotation,
+            kv_scales=kv_scales,
+        )
+    assert kv_layer.shape[1:3] == (1, 1)
+    _check_heads((latent.unsqueeze(1),), kv_layer, meta)
+    assert query.dtype == latent.dtype
+    assert len(query) == len(latent)
+    _check_rotation(query, rotation)
+    assert is_vector(norm_weight, len(norm_weight), query.dtype)
+    assert len(norm_weight) + 2 * rotation.cos.shape[1] == latent.shape[1]
+    query, latent = _heads(query), rows_of(latent)
+    address, block, _, _, slot, block_size = _cache_fields(kv_layer)
+    run_command(
+        commands.ROTATE_AND_WRITE_LATENT,
+        ELEMENT_TYPES[query.dtype],
+        query.data_ptr(),
+        latent.data_ptr(),
+        query.stride(0),
+        latent.stride(0),
+        *query.shape[1:],
+        norm_weight.data_ptr(),
+        len(norm_weight),
+        eps,
+        rotation.cos.data_ptr(),
+        rotation.sin.data_ptr(),
+        rotation.cos.shape[1],
+        address,
+        block,
+        slot,
+        block_size,
+        pack_batch(meta).ctypes.data,
+        keep=(query, latent),
+    )
+    return query
+
+
 @NATIVE.implements(reference.paged_attention)
 def paged_attention(
     query: torch.Tensor,
@@ -76,6 +139,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     if not _takes_heads(query) or kv_scales is not None:
         return reference.paged_attention(
@@ -87,11 +151,17 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             kv_scales=kv_scales,
+            value_dim=value_dim,
         )
     _check_heads((query,), kv_layer, meta)
     assert sinks is None or is_vector(sinks, query.shape[1], query.dtype)
     query = _heads(query)
-    out = torch.empty(query.shape, dtype=query.dtype)
+    if value_dim is None:
+        value_dim = query.shape[2]
+    else:
+        assert kv_layer.shape[1] == 1
+        assert value_dim <= query.shape[2]
+    out = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
     run_command(
         commands.PAGED_ATTENTION,
         ELEMENT_TYPES[query.dtype],
@@ -100,6 +170,7 @@ def paged_attention(
         query.shape[1],
         kv_layer.shape[2],
         query.shape[2],
+        value_dim,
         *_cache_fields(kv_layer),
         scale,
         soft_cap or 0.0,
@@ -132,17 +203,21 @@ def _check_preparation(
     query: torch.Tensor, rotation: Rotation | None, norms: QkNorms | None
 ) -> None:
     """Asserts that angles and norms fit a query of `[num_tokens, num_heads, head_dim]`."""
-    num_tokens, _, head_dim = query.shape
     if rotation is not None:
-        num_pairs = rotation.cos.shape[1]
-        assert 2 * num_pairs <= head_dim
-        for angles in (rotation.cos, rotation.sin):
-            assert angles.dtype == torch.float32
-            assert angles.shape == (num_tokens, num_pairs)
-            assert angles.is_contiguous()
+        _check_rotation(query, rotation)
     if norms is not None:
-        assert is_vector(norms.query_weight, head_dim, query.dtype)
-        assert is_vector(norms.key_weight, head_dim, query.dtype)
+        assert is_vector(norms.query_weight, query.shape[2], query.dtype)
+        assert is_vector(norms.key_weight, query.shape[2], query.dtype)
+
+
+def _check_rotation(query: torch.Tensor, rotation: Rotation) -> None:
+    """Asserts that angles fit a query of `[num_tokens, num_heads, head_dim]`."""
+    num_pairs = rotation.cos.shape[1]
+    assert 2 * num_pairs <= query.shape[2]
+    for angles in (rotation.cos, rotation.sin):
+        assert angles.dtype == torch.float32
+        assert angles.shape == (len(query), num_pairs)
+        assert angles.is_contiguous()
 
 
 def _takes_heads(states: torch.Tensor) -> bool:
@@ -159,6 +234,8 @@ def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
     """Returns address, strides and block size of a cache as `paged_attention` takes it."""
     block, value, head, slot, element = kv_layer.stride()
     assert element == 1
+    if kv_layer.shape[1] == 1:
+        value = 0  # V is the first elements of K
     return kv_layer.data_ptr(), block, value, head, slot, kv_layer.shape[3]
 
 

@@ -4,39 +4,30 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
-from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
-from kernels.host import fresh_zeros
+from kernels.experts import ExpertScores, Routing, RoutingRule
 from kernels.layer_kinds import Activation
 from kernels.library import commands
-from kernels.native.ops import is_vector, make_weight, residual_rows, run_command
+from kernels.native.ops import is_vector, residual_rows, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight
 from kernels.ranks import Cut
-from kernels.weights import WeightUse
+from kernels.weights import WeightStack, WeightUse
 
-__all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
+__all__ = ["combine_experts", "expert_linear", "route_experts"]
 
-_SCORES = {ExpertScores.SOFTMAX: 0, ExpertScores.SOFTMAX_OF_CHOSEN: 1}
-
-
-@NATIVE.implements(reference.make_expert_weight)
-def make_expert_weight(
-    num_experts: int,
-    num_rows: int,
-    num_columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    use: WeightUse,
-) -> ExpertWeight:
-    template = make_weight(num_rows, num_columns, dtype, device, use)
-    data = fresh_zeros((num_experts, *template.data.shape), dtype)
-    return ExpertWeight(num_experts * num_rows, num_columns, use, data, num_experts, template)
+_SCORES = {ExpertScores.SOFTMAX: 0, ExpertScores.SOFTMAX_OF_CHOSEN: 1, ExpertScores.SIGMOID: 2}
 
 
 @NATIVE.implements(reference.route_experts)
-def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+def route_experts(
+    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+) -> Routing:
     num_rows, num_experts = logits.shape
     assert logits.stride(1) == 1 or num_experts == 1
     assert rule.top_k <= num_experts == experts.total
+    assert num_experts % rule.num_groups == 0
+    assert rule.group_terms <= num_experts // rule.num_groups
+    if bias is not None:
+        assert is_vector(bias, num_experts, torch.float32)
     weights = torch.empty((num_rows, rule.top_k))
     slots = torch.empty((num_rows, rule.top_k), dtype=torch.int32)
     rows = torch.empty(num_rows * rule.top_k, dtype=torch.int32)
@@ -50,7 +41,12 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
         num_experts,
         rule.top_k,
         _SCORES[rule.scores],
+        _address(bias),
+        rule.num_groups,
+        rule.top_groups,
+        rule.group_terms,
         rule.normalizes,
+        rule.scale,
         rule.rounds,
         experts.start,
         experts.end,
@@ -66,7 +62,7 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
 @NATIVE.implements(reference.expert_linear)
 def expert_linear(
     hidden: torch.Tensor,
-    weight: ExpertWeight,
+    weight: WeightStack,
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
@@ -79,11 +75,11 @@ def expert_linear(
     assert hidden.stride(1) == 1 or weight.num_columns == 1
     num_slots = len(routing.rows)
     assert gathers or len(hidden) == num_slots
-    assert len(routing.starts) == weight.num_experts + 1
+    assert len(routing.starts) == weight.num_matrices + 1
     if bias is not None:
         assert is_vector(bias.flatten(), weight.num_rows, hidden.dtype)
     is_gated = weight.use is WeightUse.GATED_LINEAR
-    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
     out = torch.empty((num_slots, width), dtype=hidden.dtype)
     run_command(
         commands.EXPERT_LINEAR,
@@ -93,7 +89,7 @@ def expert_linear(
         num_slots,
         weight.num_columns,
         weight.data.data_ptr(),
-        weight.num_experts,
+        weight.num_matrices,
         weight.data.stride(0) * weight.data.itemsize // 4,
         width,
         0 if bias is None else bias.data_ptr(),

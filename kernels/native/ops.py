@@ -10,6 +10,7 @@ import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
+from kernels.host import fresh_zeros
 from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
@@ -17,15 +18,17 @@ from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packe
 from kernels.native.recording import note_command, note_mark, record_commands
 from kernels.paged_kv import Rotation
 from kernels.recorded_step import Arena, RecordedStep
-from kernels.weights import Weight, WeightUse
+from kernels.weights import Weight, WeightStack, WeightUse
 
 __all__ = [
     "embed",
     "embed_part",
+    "head_linear",
     "is_vector",
     "linear",
     "linear_gated",
     "make_weight",
+    "make_weight_stack",
     "mark_step",
     "record_step",
     "residual_fields",
@@ -49,6 +52,20 @@ def make_weight(
     if use is WeightUse.LOOKUP:
         return reference.make_weight(num_rows, num_columns, dtype, device, use)
     return make_packed_weight(_library(), num_rows, num_columns, dtype, use)
+
+
+@NATIVE.implements(reference.make_weight_stack)
+def make_weight_stack(
+    num_matrices: int,
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> WeightStack:
+    template = make_weight(num_rows, num_columns, dtype, device, use)
+    data = fresh_zeros((num_matrices, *template.data.shape), dtype)
+    return WeightStack(num_matrices * num_rows, num_columns, use, data, num_matrices, template)
 
 
 @NATIVE.implements(reference.embed)
@@ -132,6 +149,37 @@ def linear_gated(
     return _linear(
         hidden, weight, bias, None, is_gated=True, activation=activation, out_dtype=hidden.dtype
     )
+
+
+@NATIVE.implements(reference.head_linear)
+def head_linear(states: torch.Tensor, weight: WeightStack) -> torch.Tensor:
+    assert isinstance(weight.template, PackedWeight)
+    assert states.dtype == weight.data.dtype
+    num_tokens, num_heads, width = states.shape
+    assert num_heads == weight.num_matrices
+    assert width >= weight.num_columns
+    if states.stride(2) != 1:
+        states = states.contiguous()
+    num_copied = width - weight.num_columns
+    out = torch.empty(
+        (num_tokens, num_heads, weight.rows_per_matrix + num_copied), dtype=states.dtype
+    )
+    run_command(
+        commands.HEAD_LINEAR,
+        ELEMENT_TYPES[states.dtype],
+        states.data_ptr(),
+        *states.stride()[:2],
+        num_tokens,
+        num_heads,
+        weight.num_columns,
+        weight.data.data_ptr(),
+        weight.data.stride(0) * weight.data.itemsize // 4,
+        weight.rows_per_matrix,
+        num_copied,
+        out.data_ptr(),
+        keep=(states, out),
+    )
+    return out
 
 
 @NATIVE.implements(reference.rotary_angles)

@@ -26,6 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of each query token over its sequence's cached KV.
 
@@ -33,10 +34,14 @@ def paged_attention(
     context, or before its window, may hold anything, NaN included. A sequence
     with an empty context yields zeros.
 
+    In latent attention (DeepSeek-V2, arXiv:2405.04434), all heads share one cached vector per
+    token: it is their key, and its first elements are their value.
+
     Args:
         query: `[num_tokens, num_heads, head_dim]`, sequences end to end.
         kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
-            type of `query`, or float8_e4m3fn with `kv_scales`.
+            type of `query`, or float8_e4m3fn with `kv_scales`. With `value_dim` the second axis
+            has one entry.
         meta: which rows belong to which sequence, and where its blocks are.
         scale: factor on the scores.
         sliding_window: how many tokens a query attends to, itself included; None for all.
@@ -45,16 +50,18 @@ def paged_attention(
         sinks: `[num_heads]`, of the type of `query`; scores without keys or values, uncapped,
             which take part in each head's softmax (gpt-oss, arXiv:2508.10925). None for none.
         kv_scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, any strides; factor on
-            each token's vector in `kv_layer`.
+            each token's vector in `kv_layer`, whose second axis it shares.
+        value_dim: number of elements of a value, which are the first ones of the key; None if
+            `kv_layer` holds values of their own.
 
     Returns:
-        The output, shaped as `query`.
+        `[num_tokens, num_heads, value_dim]`, or shaped as `query` if that is None.
     """
-    cache = _Cache(kv_layer, kv_scales, query.dtype)
+    cache = _Cache(kv_layer, kv_scales, query.dtype, value_dim or query.shape[2])
     rule = _Rule(scale, sliding_window, soft_cap, sinks)
     if meta.max_query_len == 1:
         return _attend_single_rows(query, cache, meta, rule)
-    output = torch.empty_like(query)
+    output = query.new_empty(*query.shape[:2], cache.value_dim)
     starts, contexts = meta.query_starts.tolist(), meta.context_lens.tolist()
     single_sequences = []
     for index, context_len in enumerate(contexts):
@@ -87,15 +94,20 @@ class _Cache:
     kv_layer: torch.Tensor
     kv_scales: torch.Tensor | None
     dtype: torch.dtype
+    value_dim: int
 
     def gather(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Returns blocks as `[n, 2, num_kv_heads, block_size, head_dim]`."""
+        """Returns blocks as `[n, num_parts, num_kv_heads, block_size, head_dim]`."""
         if self.kv_scales is None:
             return self.kv_layer.index_select(0, block_ids)
         # Viewed as bytes, since not every operation supports float8.
         narrow = self.kv_layer.view(torch.uint8).index_select(0, block_ids)
         scales = self.kv_scales.index_select(0, block_ids).unsqueeze(-1)
         return (narrow.view(torch.float8_e4m3fn).float() * scales).to(self.dtype)
+
+    def keys_and_values(self, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V of `[num_parts, ..., head_dim]`."""
+        return parts[0], parts[-1][..., : self.value_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +204,14 @@ def _attend_padded(
 
     kv = cache.gather(block_ids.flatten())
     kv = kv.view(len(query), num_columns, *kv.shape[1:]).permute(2, 0, 3, 1, 4, 5)
-    kv = kv.reshape(2, len(query), num_kv_heads, -1, head_dim)
+    kv = kv.reshape(len(kv), len(query), num_kv_heads, -1, head_dim)
     # A score of -inf does not hide NaN: 0 * NaN is NaN. Masked values must be finite.
     kv = kv.masked_fill_(~seen[None, :, None, :, None], 0.0)
     grouped = query.view(len(query), num_kv_heads, -1, head_dim)  # [seqs, kv heads, group, dim]
     heads_shape = num_kv_heads, -1, 1
-    output = rule.attend(grouped, kv[0], kv[1], seen[:, None, None, :], heads_shape)
-    return output.reshape(query.shape)
+    keys, values = cache.keys_and_values(kv)
+    output = rule.attend(grouped, keys, values, seen[:, None, None, :], heads_shape)
+    return output.reshape(*query.shape[:2], -1)
 
 
 def _attend_prompt(
@@ -211,17 +224,18 @@ def _attend_prompt(
     low = 0 if rule.sliding_window is None else max(0, start - rule.sliding_window + 1)
     kv = cache.gather(block_table[low // block_size : -(-context_len // block_size)])
     kv = kv.permute(1, 2, 0, 3, 4)
-    kv = kv.reshape(2, num_kv_heads, 1, -1, head_dim)[:, :, :, low % block_size :]
+    kv = kv.reshape(len(kv), num_kv_heads, 1, -1, head_dim)[:, :, :, low % block_size :]
     kv = kv[:, :, :, : context_len - low]
 
     group_size = num_heads // num_kv_heads
     grouped = query.view(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
-    keys, values = kv.expand(-1, -1, group_size, -1, -1)  # each [kv heads, group, keys, dim]
+    kv = kv.expand(-1, -1, group_size, -1, -1)
+    keys, values = cache.keys_and_values(kv)  # each [kv heads, group, keys, its dim]
     mask = None
     if start > 0 or rule.sliding_window is not None or not rule.is_plain:
         mask = _causal_mask(start, low, context_len, rule.sliding_window, query.device)
     output = rule.attend(grouped, keys, values, mask, (num_kv_heads, group_size, 1, 1))
-    return output.permute(2, 0, 1, 3).reshape(query.shape)
+    return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
 
 def _causal_mask(

@@ -1,12 +1,14 @@
 """Writes to the KV cache, in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.dispatch import kernel
 from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.reference.pointwise import apply_rotary, rms_norm
 
-__all__ = ["quantize_kv", "rotate_and_write_kv", "write_kv"]
+__all__ = ["quantize_kv", "rotate_and_write_kv", "rotate_and_write_latent", "write_kv"]
 
 _FP8 = torch.float8_e4m3fn
 
@@ -46,29 +48,75 @@ def rotate_and_write_kv(
     if rotation is not None:
         cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-    write_kv(key, value, kv_layer, meta.slot_mapping, kv_scales)
+    write_kv((key, value), kv_layer, meta.slot_mapping, kv_scales)
+    return query
+
+
+@kernel("query.device", "query.dtype")
+def rotate_and_write_latent(
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rotation: Rotation,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates Q, and writes latent vectors to their slots in the cache (arXiv:2405.04434).
+
+    A latent vector begins with what K and V of all heads are computed from, which a
+    root-mean-square norm of the kind `NormKind.ROUNDED` normalizes, and ends with a rotated part
+    of the key that all heads share. `paged_attention` reads it as key and value of queries that
+    `head_linear` has brought into its space.
+
+    Args:
+        query: `[num_tokens, num_heads, query_dim]`; its memory may be reused for the result.
+        latent: `[num_tokens, head_dim]`, a latent vector before norm and rotation; its contents
+            are undefined afterwards.
+        kv_layer: `[num_blocks, 1, 1, block_size, head_dim]`, any strides, of the type of
+            `query`, or float8_e4m3fn with `kv_scales`.
+        meta: its `slot_mapping` holds the slots that the vectors are written to.
+        norm_weight: `[latent_dim]`; the norm is that of the first elements.
+        eps: added to the mean of squares.
+        rotation: of the last `rotary_dim = head_dim - latent_dim` elements of each head of `query`
+            and of the latent vectors.
+        kv_scales: `[num_blocks, 1, 1, block_size]` float32, any strides; see `quantize_kv`.
+
+    Returns:
+        The query with its rotated parts, `[num_tokens, num_heads, query_dim]`.
+    """
+    cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
+    rotary_dim = 2 * cos.shape[1]
+    plain, rotary = torch.split(query, [query.shape[2] - rotary_dim, rotary_dim], dim=2)
+    query = torch.cat((plain, apply_rotary(rotary, cos, sin)), dim=2)
+    latent = latent.unsqueeze(1)
+    unnormed, rotary = torch.split(latent, [len(norm_weight), rotary_dim], dim=2)
+    parts = rms_norm(unnormed, norm_weight, eps), apply_rotary(rotary, cos, sin)
+    write_kv((torch.cat(parts, dim=2),), kv_layer, meta.slot_mapping, kv_scales)
     return query
 
 
 def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
+    parts: Sequence[torch.Tensor],
     kv_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Writes each token's K and V into its slot of one layer's cache.
+    """Writes each token's K and V, or its latent vector, into its slot of one layer's cache.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: as `key`.
-        kv_layer: as in `rotate_and_write_kv`.
+        parts: each `[num_tokens, num_kv_heads, head_dim]`.
+        kv_layer: `[num_blocks, num_parts, num_kv_heads, block_size, head_dim]`, any strides, of
+            the type of `parts`, or float8_e4m3fn with `kv_scales`.
         slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`, all different.
-        kv_scales: as in `rotate_and_write_kv`.
+        kv_scales: `[num_blocks, num_parts, num_kv_heads, block_size]` float32, any strides;
+            receives the factors of the written vectors, see `quantize_kv`.
     """
     block_size = kv_layer.shape[3]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
-    for index, states in enumerate((key, value)):
+    for index, states in enumerate(parts):
         if kv_scales is None:
             kv_layer[block_ids, index, :, offsets] = states
             continue

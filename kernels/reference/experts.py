@@ -6,41 +6,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
-from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.experts import MIN_WEIGHT_SUM, ExpertScores, Routing, RoutingRule
 from kernels.layer_kinds import Activation
 from kernels.ranks import Cut
 from kernels.reference.pointwise import gate_rows
-from kernels.weights import DenseWeight, Weight, WeightUse
+from kernels.weights import WeightStack, WeightUse
 
-__all__ = ["combine_experts", "expert_linear", "make_expert_weight", "route_experts"]
-
-
-@kernel("device", "dtype")
-def make_expert_weight(
-    num_experts: int,
-    num_rows: int,
-    num_columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    use: WeightUse,
-) -> ExpertWeight:
-    """Allocates the matrices of several experts, to be filled through `ExpertWeight.rows`.
-
-    Args:
-        num_experts: number of experts.
-        num_rows: outputs of each expert.
-        num_columns: inputs of each expert.
-        dtype: of the elements.
-        device: that holds the weight.
-        use: LINEAR or GATED_LINEAR.
-    """
-    template = DenseWeight(num_rows, num_columns, use, torch.empty(0, dtype=dtype, device=device))
-    data = torch.empty((num_experts, num_rows, num_columns), dtype=dtype, device=device)
-    return ExpertWeight(num_experts * num_rows, num_columns, use, data, num_experts, template)
+__all__ = ["combine_experts", "expert_linear", "route_experts"]
 
 
 @kernel("logits.device", "logits.dtype")
-def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
+def route_experts(
+    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+) -> Routing:
     """Chooses the experts of each row by their scores.
 
     NaN ranks above all numbers. Equal scores rank in the order of `torch.topk` on a CPU; with
@@ -50,14 +28,20 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
         logits: `[rows, num_experts]`, neighbouring columns adjacent.
         rule: how rows choose experts.
         experts: the experts of this rank.
+        bias: `[num_experts]` float32; added to the scores that rank experts and groups, but not to
+            the weights (arXiv:2408.15664).
     """
-    if rule.scores is ExpertScores.SOFTMAX:
-        weights, ids = torch.topk(logits.softmax(-1, dtype=torch.float32), rule.top_k)
-    else:
-        chosen, ids = torch.topk(logits, rule.top_k)
-        weights = chosen.softmax(-1, dtype=torch.float32)
+    scores = _scores(logits, rule)
+    ranking = scores if bias is None else scores + bias
+    if rule.top_groups < rule.num_groups:
+        ranking = _of_top_groups(ranking, rule)
+    ids = torch.topk(ranking, rule.top_k).indices
+    weights = scores.gather(1, ids)
+    if rule.scores is ExpertScores.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1, dtype=torch.float32)
     if rule.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_WEIGHT_SUM)
+    weights = weights * rule.scale
     if rule.rounds:
         weights = weights.to(logits.dtype).float()
     numbers = ids.flatten() - experts.start
@@ -76,10 +60,27 @@ def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Rout
     )
 
 
+def _scores(logits: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """Returns the scores of all experts, `[rows, num_experts]`."""
+    if rule.scores is ExpertScores.SOFTMAX:
+        return logits.softmax(-1, dtype=torch.float32)
+    return logits.float().sigmoid() if rule.scores is ExpertScores.SIGMOID else logits
+
+
+def _of_top_groups(scores: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """Returns the scores, with minus infinity for those outside of each row's highest groups."""
+    num_rows, num_experts = scores.shape
+    groups = scores.view(num_rows, rule.num_groups, num_experts // rule.num_groups)
+    group_scores = groups.topk(rule.group_terms).values.sum(-1)
+    ids = group_scores.topk(rule.top_groups).indices
+    is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, ids, value=False)
+    return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(1)
+
+
 @kernel("weight.data.device", "weight.data.dtype")
 def expert_linear(
     hidden: torch.Tensor,
-    weight: ExpertWeight,
+    weight: WeightStack,
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
@@ -101,13 +102,13 @@ def expert_linear(
         `[rows * top_k, width]` by slot; slots that are not in use are undefined.
     """
     is_gated = weight.use is WeightUse.GATED_LINEAR
-    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
     out = hidden.new_empty(len(routing.rows), width)
     starts = routing.starts.tolist()
     for number, (start, end) in enumerate(pairwise(starts)):
         if start < end:
             inputs = hidden[routing.rows[start:end]] if gathers else hidden[start:end]
-            matrix = _dense(weight.expert(number))
+            matrix = weight.data[number]
             sums = F.linear(inputs, matrix, None if bias is None else bias[number])
             if is_gated:
                 gate, up = sums.chunk(2, dim=-1)
@@ -149,8 +150,3 @@ def combine_experts(
     if residual is not None:
         total += residual
     return total.to(out_dtype or outputs.dtype)
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    assert isinstance(weight, DenseWeight)
-    return weight.data

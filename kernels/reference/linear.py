@@ -6,14 +6,16 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from kernels.dispatch import kernel
 from kernels.layer_kinds import Activation
 from kernels.reference.pointwise import activate, gate_rows
-from kernels.weights import DenseWeight, Weight, WeightUse
+from kernels.weights import DenseWeight, Weight, WeightStack, WeightUse
 
 __all__ = [
     "embed",
     "embed_part",
+    "head_linear",
     "linear",
     "linear_gated",
     "make_weight",
+    "make_weight_stack",
     "take_rows",
 ]
 
@@ -37,6 +39,30 @@ def make_weight(
     """
     data = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
     return DenseWeight(num_rows, num_columns, use, data)
+
+
+@kernel("device", "dtype")
+def make_weight_stack(
+    num_matrices: int,
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> WeightStack:
+    """Allocates several matrices, to be filled through `WeightStack.rows`.
+
+    Args:
+        num_matrices: number of matrices.
+        num_rows: outputs of each matrix.
+        num_columns: inputs of each matrix.
+        dtype: of the elements.
+        device: that holds the weight.
+        use: LINEAR or GATED_LINEAR.
+    """
+    template = DenseWeight(num_rows, num_columns, use, torch.empty(0, dtype=dtype, device=device))
+    data = torch.empty((num_matrices, num_rows, num_columns), dtype=dtype, device=device)
+    return WeightStack(num_matrices * num_rows, num_columns, use, data, num_matrices, template)
 
 
 @kernel("weight.data.device", "weight.data.dtype")
@@ -165,3 +191,21 @@ def linear_gated(
 def _dense(weight: Weight) -> torch.Tensor:
     assert isinstance(weight, DenseWeight)
     return weight.data
+
+
+@kernel("weight.data.device", "weight.data.dtype")
+def head_linear(states: torch.Tensor, weight: WeightStack) -> torch.Tensor:
+    """Multiplies each head by a matrix of its own.
+
+    Args:
+        states: `[num_tokens, num_heads, width]`. Elements past the columns of a matrix are copied
+            behind the products.
+        weight: a matrix per head, made for `WeightUse.LINEAR`.
+
+    Returns:
+        `[num_tokens, num_heads, rows of a matrix + width - columns of a matrix]`.
+    """
+    num_copied = states.shape[2] - weight.num_columns
+    factors, rest = torch.split(states, [weight.num_columns, num_copied], dim=2)
+    products = torch.einsum("thc,hrc->thr", factors, weight.data)
+    return torch.cat((products, rest), dim=2)

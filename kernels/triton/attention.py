@@ -31,15 +31,19 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Expects the elements of a head to be adjacent."""
-    step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, sinks, kv_scales)
+    step = _Step(
+        query, kv_layer, meta, scale, sliding_window, soft_cap, sinks, kv_scales, value_dim
+    )
     step.check()
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = (*query.shape[:2], step.num_value_elements)
+    output = torch.empty(shape, dtype=query.dtype, device=query.device)
     if len(query) == 0:
         return output
     for part in plan_passes(step.sizes(), *_launches(query)):
-        splits = Splits.for_pass(part, query)
+        splits = Splits.for_pass(part, output)
         _attend(step, part, splits, output)
         splits.combine(part, meta, step.window, output)
     return output
@@ -68,6 +72,7 @@ class _Step:
     soft_cap: float | None
     sinks: torch.Tensor | None
     kv_scales: torch.Tensor | None
+    value_dim: int | None
 
     def check(self) -> None:
         """Asserts what the kernels assume."""
@@ -79,6 +84,9 @@ class _Step:
         assert meta.block_tables.stride(1) == 1 or meta.block_tables.shape[1] == 1
         assert meta.query_starts.is_contiguous()
         assert meta.context_lens.is_contiguous()
+        if self.value_dim is not None:
+            assert kv_layer.shape[1] == 1
+            assert self.value_dim <= query.shape[2]
         if self.sinks is not None:
             assert self.sinks.shape == (query.shape[1],)
             assert self.sinks.is_contiguous()
@@ -88,6 +96,11 @@ class _Step:
             assert kv_layer.dtype == torch.float8_e4m3fn
             assert self.kv_scales.dtype == torch.float32
             assert self.kv_scales.shape == kv_layer.shape[:4]
+
+    @property
+    def num_value_elements(self) -> int:
+        """The number of elements of a value."""
+        return self.value_dim or self.query.shape[2]
 
     @property
     def window(self) -> int:
@@ -129,8 +142,9 @@ def _num_processors(device: torch.device) -> int:
 def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> None:
     """Launches attention of the sequences of one pass, in all its splits."""
     query, kv_layer, kv_scales, meta = step.query, step.kv_layer, step.kv_scales, step.meta
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = kv_layer.shape[2:4]
+    num_heads, num_kv_heads, block_size = query.shape[1], *kv_layer.shape[2:4]
+    value_dim = step.num_value_elements
+    rest_dim = query.shape[2] - value_dim
     attend_kernel[(part.num_blocks, num_kv_heads, part.num_splits)](
         query,
         kv_layer,
@@ -153,9 +167,12 @@ def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> No
         *query.stride()[:2],
         meta.block_tables.stride(0),
         *kv_layer.stride()[:4],
-        *((0, 0, 0, 0) if kv_scales is None else kv_scales.stride()),
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim(head_dim),
+        *_scale_strides(step),
+        HEAD_DIM=value_dim,
+        PADDED_DIM=padded_dim(value_dim),
+        REST_DIM=rest_dim,
+        PADDED_REST=padded_dim(rest_dim),
+        IS_LATENT=step.value_dim is not None,
         BLOCK_SIZE=block_size,
         BLOCK_M=part.block_m,
         BLOCK_N=part.block_n,
@@ -165,3 +182,11 @@ def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> No
         num_warps=part.num_warps,
         num_stages=part.num_stages,
     )
+
+
+def _scale_strides(step: _Step) -> tuple[int, ...]:
+    """Returns the strides of the scales of blocks, K and V, heads and slots."""
+    if step.kv_scales is None:
+        return (0, 0, 0, 0)
+    block, kind, head, slot = step.kv_scales.stride()
+    return block, 0 if step.value_dim is not None else kind, head, slot

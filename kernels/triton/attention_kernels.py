@@ -67,6 +67,9 @@ def attend_kernel(
     scale_slot_stride,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,6 +86,8 @@ def attend_kernel(
     The result of a block with one split is written to `output`; with several splits, partial
     results are written to the tensors of `Splits`, which have `rows_per_block` rows for the block.
 
+    HEAD_DIM: elements of a value. A key has REST_DIM more.
+    IS_LATENT: a value is the first elements of the key, and is loaded with it.
     HAS_FULL_TILES: there is no sliding window, so tiles that all rows attend to need no mask.
     """
     block = tl.program_id(0)
@@ -118,6 +123,12 @@ def attend_kernel(
     query_offsets = (query_start + tokens).to(tl.int64) * query_token_stride
     query_offsets += heads.to(tl.int64) * query_head_stride
     queries = tl.load(query + query_offsets[:, None] + dims[None, :], mask=is_element, other=0.0)
+    rest_queries = queries  # not used
+    if REST_DIM > 0:
+        rest = tl.arange(0, PADDED_REST)
+        is_rest = is_row[:, None] & (rest < REST_DIM)[None, :]
+        rest_offsets = query_offsets[:, None] + HEAD_DIM + rest[None, :]
+        rest_queries = tl.load(query + rest_offsets, mask=is_rest, other=0.0)
 
     results = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
@@ -132,19 +143,22 @@ def attend_kernel(
         full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
         full_end = tl.maximum(full_end, begin)
         results, sums, maxima = _attend_tiles(
-            results, sums, maxima, queries, num_before + tokens, begin, full_end, low, window,
+            results, sums, maxima, queries, rest_queries, num_before + tokens, begin, full_end,
+            low, window,
             kv_layer, kv_scales, block_tables, sequence, kv_head, score_factor, cap_factor,
             table_stride, kv_block_stride, kv_kind_stride, kv_head_stride, kv_slot_stride,
             scale_block_stride, scale_kind_stride, scale_head_stride, scale_slot_stride,
-            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, False,
+            HEAD_DIM, PADDED_DIM, REST_DIM, PADDED_REST, IS_LATENT, BLOCK_SIZE, BLOCK_N,
+            HAS_SOFT_CAP, False,
         )  # fmt: skip
         begin = full_end
     results, sums, maxima = _attend_tiles(
-        results, sums, maxima, queries, num_before + tokens, begin, end, low, window,
+        results, sums, maxima, queries, rest_queries, num_before + tokens, begin, end, low, window,
         kv_layer, kv_scales, block_tables, sequence, kv_head, score_factor, cap_factor,
         table_stride, kv_block_stride, kv_kind_stride, kv_head_stride, kv_slot_stride,
         scale_block_stride, scale_kind_stride, scale_head_stride, scale_slot_stride,
-        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, True,
+        HEAD_DIM, PADDED_DIM, REST_DIM, PADDED_REST, IS_LATENT, BLOCK_SIZE, BLOCK_N,
+        HAS_SOFT_CAP, True,
     )  # fmt: skip
 
     # A row that attends to nothing has a sum of 0, and results of 0.
@@ -168,6 +182,7 @@ def _attend_tiles(
     sums,
     maxima,
     queries,
+    rest_queries,
     positions,
     begin,
     end,
@@ -191,6 +206,9 @@ def _attend_tiles(
     scale_slot_stride,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -217,11 +235,20 @@ def _attend_tiles(
         offsets = block_ids * kv_block_stride + slots * kv_slot_stride
         pointers = keys + offsets[:, None] + dims[None, :]
         key = tl.load(pointers, mask=is_element, other=0.0)
-        value = tl.load(pointers + kv_kind_stride, mask=is_element, other=0.0)
+        value = key
+        if not IS_LATENT:
+            value = tl.load(pointers + kv_kind_stride, mask=is_element, other=0.0)
 
         key = tl.trans(key.to(queries.dtype))
         scores = tl.full([queries.shape[0], BLOCK_N], 0.0, tl.float32)
-        scores = product(queries, key, scores) * score_factor
+        scores = product(queries, key, scores)
+        if REST_DIM > 0:
+            rest = tl.arange(0, PADDED_REST)
+            is_rest = is_read[:, None] & (rest < REST_DIM)[None, :]
+            rest_pointers = keys + offsets[:, None] + HEAD_DIM + rest[None, :]
+            rest_key = tl.trans(tl.load(rest_pointers, mask=is_rest, other=0.0).to(queries.dtype))
+            scores = product(rest_queries, rest_key, scores)
+        scores *= score_factor
         if kv_scales is not None:
             scale_pointers = kv_scales + kv_head.to(tl.int64) * scale_head_stride
             scale_pointers += block_ids * scale_block_stride + slots * scale_slot_stride

@@ -87,7 +87,7 @@ class Splits:
     in a step of many tokens few sequences may divide their contexts (`Pass.num_split_rows`).
 
     Attributes:
-        partials: `[rows, num_splits, head_dim]` float32, each split's result.
+        partials: `[rows, num_splits, value_dim]` float32, each split's result.
         log_sums: `[rows, num_splits]` float32, log2 of the sum of each split's weights.
     """
 
@@ -95,18 +95,18 @@ class Splits:
     log_sums: torch.Tensor
 
     @classmethod
-    def for_pass(cls, part: Pass, query: torch.Tensor) -> "Splits":
-        """Allocates uninitialized memory for a pass."""
+    def for_pass(cls, part: Pass, output: torch.Tensor) -> "Splits":
+        """Allocates uninitialized memory for a pass with such an output."""
         shape = part.num_split_rows, part.num_splits
         return cls(
-            torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device),
-            torch.empty(shape, dtype=torch.float32, device=query.device),
+            torch.empty((*shape, output.shape[2]), dtype=torch.float32, device=output.device),
+            torch.empty(shape, dtype=torch.float32, device=output.device),
         )
 
     def combine(
         self, part: Pass, meta: AttentionMetadata, window: int, output: torch.Tensor
     ) -> None:
-        """Writes combined results to `output`, `[num_tokens, num_heads, head_dim]` contiguous."""
+        """Writes combined results to `output`, `[num_tokens, num_heads, value_dim]` contiguous."""
         if part.num_splits == 1:
             return
         num_heads, head_dim = output.shape[1:]

@@ -11,7 +11,16 @@ from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import times_weight
 
-__all__ = ["rotate_and_write_kv"]
+__all__ = [
+    "largest_of",
+    "load_parts",
+    "narrow_bits",
+    "rotate_and_write_kv",
+    "rounded",
+    "scale_of",
+    "store_parts",
+    "turn",
+]
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _BITS_OF_16384 = tl.constexpr(0x46800000)  # as float32
@@ -130,21 +139,21 @@ def _rotate_and_write_kv_kernel(
         heads = (part * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = query + token * query_token_stride + heads * query_head_stride
         is_head = heads < num_heads
-        first, second = _load(starts, is_head, head_dim, num_first, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         first, second = _norm(
             first, second, query_weight, eps, query, head_dim, num_first, NORM_KIND, PART
         )
-        first, second = _turn(first, second, cos, sin, token, num_first, PART)
-        _store(first, second, starts, 1, is_head, head_dim, num_first, PART)
+        first, second = turn(first, second, cos, sin, token, num_first, PART)
+        store_parts(first, second, starts, 1, is_head, head_dim, num_first, PART)
     else:
         heads = ((part - num_query_parts) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = key + token * key_token_stride + heads * key_head_stride
         is_head = heads < num_kv_heads
-        first, second = _load(starts, is_head, head_dim, num_first, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         first, second = _norm(
             first, second, key_weight, eps, key, head_dim, num_first, NORM_KIND, PART
         )
-        first, second = _turn(first, second, cos, sin, token, num_first, PART)
+        first, second = turn(first, second, cos, sin, token, num_first, PART)
 
         slot = tl.load(slot_mapping + token)
         block, offset = slot // block_size, slot % block_size
@@ -152,14 +161,14 @@ def _rotate_and_write_kv_kernel(
         targets = cache + place + heads * cache_head_stride
         scale_place = block * scale_block_stride + offset * scale_slot_stride
         scale_offsets = scale_place + heads * scale_head_stride
-        first, second = _round(first, key), _round(second, key)
+        first, second = rounded(first, key), rounded(second, key)
         _store_scaled(
             first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim,
             num_first, PART,
         )  # fmt: skip
 
         starts = value + token * value_token_stride + heads * value_head_stride
-        first, second = _load(starts, is_head, head_dim, num_first, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         targets += cache_kv_stride
         scale_offsets += scale_kv_stride
         _store_scaled(
@@ -169,7 +178,7 @@ def _rotate_and_write_kv_kernel(
 
 
 @triton.jit
-def _load(starts, is_head, head_dim, num_first, PART: tl.constexpr):
+def load_parts(starts, is_head, head_dim, num_first, PART: tl.constexpr):
     """Loads heads that begin at `starts` in two parts, `[HEADS, PART]` float32 each.
 
     The first has `num_first` elements; rotation pairs them with the first of the second part.
@@ -184,8 +193,10 @@ def _load(starts, is_head, head_dim, num_first, PART: tl.constexpr):
 
 
 @triton.jit
-def _store(first, second, starts, dim_stride, is_head, head_dim, num_first, PART: tl.constexpr):
-    """Stores parts as `_load` reads them, in the element type of `starts`."""
+def store_parts(
+    first, second, starts, dim_stride, is_head, head_dim, num_first, PART: tl.constexpr
+):
+    """Stores parts as `load_parts` reads them, in the element type of `starts`."""
     columns = tl.arange(0, PART)
     first_mask = is_head[:, None] & (columns < num_first)[None, :]
     second_mask = is_head[:, None] & (columns + num_first < head_dim)[None, :]
@@ -223,7 +234,7 @@ def _norm(
 
 
 @triton.jit
-def _turn(first, second, cos, sin, token, num_first, PART: tl.constexpr):
+def turn(first, second, cos, sin, token, num_first, PART: tl.constexpr):
     """Rotates the pairs of each head by the token's angles, if there are cosines."""
     if cos is not None:
         columns = tl.arange(0, PART)
@@ -249,30 +260,35 @@ def _store_scaled(
     num_first,
     PART: tl.constexpr,
 ):
-    """Stores parts as `_store` does; if there are scales, as 8-bit floats and a factor per head.
+    """Stores parts; if there are scales, as 8-bit floats and a factor per head.
 
     The same as `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
     `narrow = states / scale`.
     """
     if scales is None:
-        _store(first, second, starts, dim_stride, is_head, head_dim, num_first, PART)
+        store_parts(first, second, starts, dim_stride, is_head, head_dim, num_first, PART)
     else:
-        largest = tl.maximum(_largest(first), _largest(second))
-        scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), _TINY)
+        scale = scale_of(tl.maximum(largest_of(first), largest_of(second)))
         tl.store(scales + offsets, scale, mask=is_head)
-        first_bits, second_bits = _narrow(first, scale), _narrow(second, scale)
-        _store(first_bits, second_bits, starts, dim_stride, is_head, head_dim, num_first, PART)
+        first_bits, second_bits = narrow_bits(first, scale), narrow_bits(second, scale)
+        store_parts(first_bits, second_bits, starts, dim_stride, is_head, head_dim, num_first, PART)
 
 
 @triton.jit
-def _largest(states):
+def largest_of(states):
     """Returns the largest magnitude of each head; infinity for NaN, which a reduction may skip."""
     magnitudes = tl.where(states == states, tl.abs(states), float("inf"))
     return tl.max(magnitudes, axis=1)
 
 
 @triton.jit
-def _narrow(states, scale):
+def scale_of(largest):
+    """Returns the factors of 8-bit vectors whose elements have these largest magnitudes."""
+    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), _TINY)
+
+
+@triton.jit
+def narrow_bits(states, scale):
     """Returns the bits of `states / scale` as float8_e4m3fn, rounded to nearest, ties to even.
 
     Not every GPU has an instruction for it, and the interpreter's conversion is not exact.
@@ -292,7 +308,7 @@ def _narrow(states, scale):
 
 
 @triton.jit
-def _round(states, like):
+def rounded(states, like):
     """`states` rounded to the type that `like` points to."""
     return states.to(like.dtype.element_ty).to(tl.float32)
 

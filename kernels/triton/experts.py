@@ -1,4 +1,4 @@
-"""Mixtures of experts, in Triton: routing, the experts' layers, and the weighted sum."""
+"""Mixtures of experts, in Triton: the experts' layers, and the weighted sum."""
 
 import torch
 import triton
@@ -6,146 +6,20 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.dispatch import TRITON
-from kernels.experts import ExpertScores, ExpertWeight, Routing, RoutingRule
+from kernels.experts import Routing
 from kernels.layer_kinds import Activation
-from kernels.ranks import Cut
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import gated, with_dense_columns
-from kernels.weights import DenseWeight, WeightUse
+from kernels.weights import DenseWeight, WeightStack, WeightUse
 
-__all__ = ["combine_experts", "expert_linear", "route_experts"]
-
-_PAIRS_PER_BLOCK = 1024
-
-
-@TRITON.implements(reference.route_experts)
-def route_experts(logits: torch.Tensor, rule: RoutingRule, experts: Cut) -> Routing:
-    logits = with_dense_columns(logits)
-    num_rows, num_experts = logits.shape
-    num_pairs = num_rows * rule.top_k
-    device = logits.device
-    weights = torch.empty((num_rows, rule.top_k), dtype=torch.float32, device=device)
-    ids = torch.empty((num_rows, rule.top_k), dtype=torch.int32, device=device)
-    slots = torch.empty_like(ids)
-    rows = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    starts = torch.empty(experts.size + 1, dtype=torch.int32, device=device)
-    block = triton.next_power_of_2(num_experts)
-    if num_rows:
-        _choose_kernel[(num_rows,)](
-            logits,
-            weights,
-            ids,
-            slots,
-            logits.stride(0),
-            num_experts,
-            rule.top_k,
-            IS_OF_ALL=rule.scores is ExpertScores.SOFTMAX,
-            NORMALIZES=rule.normalizes,
-            ROUNDS=rule.rounds,
-            BLOCK=block,
-            BLOCK_K=triton.next_power_of_2(rule.top_k),
-            num_warps=1 if block <= 128 else 4,
-        )
-    _sort_kernel[(experts.size + 1,)](
-        ids,
-        slots,
-        rows,
-        starts,
-        num_pairs,
-        rule.top_k,
-        experts.start,
-        experts.size,
-        BLOCK=_PAIRS_PER_BLOCK,
-        num_warps=4,
-    )
-    return Routing(weights, slots, rows, starts)
-
-
-@triton.jit
-def _choose_kernel(
-    logits,
-    weights,
-    ids,
-    slots,
-    row_stride,
-    num_experts,
-    top_k,
-    IS_OF_ALL: tl.constexpr,
-    NORMALIZES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Chooses a row's experts and their weights; program i: row i. All slots become -1."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < num_experts
-    scores = tl.load(logits + row * row_stride + columns, mask=mask, other=0.0)
-    scores = scores.to(tl.float32)
-    if IS_OF_ALL:
-        scores = _softmax(scores, mask)
-    keys = tl.where(scores != scores, float("inf"), scores)  # NaN ranks first
-    ranks = tl.arange(0, BLOCK_K)
-    chosen, chosen_ids = tl.full((BLOCK_K,), 0.0, tl.float32), tl.full((BLOCK_K,), 0, tl.int32)
-    for rank in range(top_k):
-        highest = tl.max(tl.where(mask, keys, float("-inf")))
-        column = tl.min(tl.where(mask & (keys == highest), columns, BLOCK - 1))
-        score = tl.sum(tl.where(columns == column, scores, 0.0))
-        chosen = tl.where(ranks == rank, score, chosen)
-        chosen_ids = tl.where(ranks == rank, column, chosen_ids)
-        mask &= columns != column
-    if not IS_OF_ALL:
-        chosen = _softmax(chosen, ranks < top_k)
-    if NORMALIZES:
-        chosen /= tl.sum(tl.where(ranks < top_k, chosen, 0.0))
-    if ROUNDS:
-        chosen = chosen.to(logits.dtype.element_ty).to(tl.float32)
-    places = row * top_k + ranks
-    tl.store(weights + places, chosen, mask=ranks < top_k)
-    tl.store(ids + places, chosen_ids, mask=ranks < top_k)
-    tl.store(slots + places, -1, mask=ranks < top_k)
-
-
-@triton.jit
-def _softmax(values, mask):
-    """Returns the softmax of the values in `mask`; 0 for others, which must be finite."""
-    highest = tl.max(tl.where(mask & (values == values), values, float("-inf")))
-    powers = tl.where(mask, tl.exp(tl.where(mask, values - highest, 0.0)), 0.0)
-    return powers / tl.sum(powers)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])  # or each number of rows might compile it again
-def _sort_kernel(
-    ids, slots, rows, starts, num_pairs, top_k, first, num_experts, BLOCK: tl.constexpr
-):
-    """Assigns slots to pairs, sorted by expert; program i: expert `first + i` of the rank.
-
-    The last program only writes the end of the slots.
-    """
-    number = tl.program_id(0)
-    expert = first + number
-    start = 0
-    for begin in range(0, num_pairs, BLOCK):
-        pairs = begin + tl.arange(0, BLOCK)
-        other = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-        start += tl.sum(((other >= first) & (other < expert)).to(tl.int32))
-    tl.store(starts + number, start)
-    if number < num_experts:
-        for begin in range(0, num_pairs, BLOCK):
-            pairs = begin + tl.arange(0, BLOCK)
-            other = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
-            is_here = (other == expert).to(tl.int32)
-            slot = start + tl.cumsum(is_here) - is_here
-            tl.store(slots + pairs, slot, mask=is_here > 0)
-            tl.store(rows + slot, pairs // top_k, mask=is_here > 0)
-            start += tl.sum(is_here)
+__all__ = ["combine_experts", "expert_linear"]
 
 
 @TRITON.implements(reference.expert_linear)
 def expert_linear(
     hidden: torch.Tensor,
-    weight: ExpertWeight,
+    weight: WeightStack,
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
@@ -155,16 +29,16 @@ def expert_linear(
     assert isinstance(weight.template, DenseWeight)
     hidden = with_dense_columns(hidden)
     is_gated = weight.use is WeightUse.GATED_LINEAR
-    width = weight.rows_per_expert // 2 if is_gated else weight.rows_per_expert
+    width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
     num_slots = len(routing.rows)
     out = torch.empty((num_slots, width), dtype=hidden.dtype, device=hidden.device)
-    if not num_slots or not weight.num_experts:
+    if not num_slots or not weight.num_matrices:
         return out
     launch = launch_table(hidden.device).expert_linear.for_size(
-        triton.cdiv(num_slots, weight.num_experts)
+        triton.cdiv(num_slots, weight.num_matrices)
     )
     # As many tiles as there can be: every expert may have one that is not full.
-    num_tiles = min(num_slots, triton.cdiv(num_slots, launch.block_m) + weight.num_experts)
+    num_tiles = min(num_slots, triton.cdiv(num_slots, launch.block_m) + weight.num_matrices)
     _expert_linear_kernel[(num_tiles, triton.cdiv(width, launch.block_n))](
         hidden,
         weight.data,
@@ -175,10 +49,10 @@ def expert_linear(
         hidden.stride(0),
         weight.num_columns,
         width,
-        weight.num_experts,
+        weight.num_matrices,
         ACTIVATION=activation.value if is_gated else 0,
         GATHERS=gathers,
-        BLOCK_E=triton.next_power_of_2(weight.num_experts),
+        BLOCK_E=triton.next_power_of_2(weight.num_matrices),
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,

@@ -26,7 +26,9 @@ DEADLINE_S = 30.0
 NUM_BLOCKS = 96
 LAYOUTS = (
     KvLayout(num_layers=4, num_kv_heads=3, block_size=16, head_dim=20, dtype="float32"),
-    KvLayout(num_layers=2, num_kv_heads=1, block_size=32, head_dim=64, dtype="bfloat16"),
+    KvLayout(
+        num_layers=2, num_kv_heads=1, block_size=32, head_dim=72, dtype="bfloat16", num_parts=1
+    ),
     KvLayout(num_layers=6, num_kv_heads=2, block_size=16, head_dim=128, dtype="float16"),
     KvLayout(num_layers=4, num_kv_heads=4, block_size=16, head_dim=32, dtype=FP8),
 )

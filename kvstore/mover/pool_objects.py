@@ -41,8 +41,8 @@ class BlockViews:
     """Blocks as kernels take them: views of the same memory.
 
     Attributes:
-        states: `[..., num_layers, 2, num_kv_heads, block_size, head_dim]`, K and V.
-        scales: `[..., num_layers, 2, num_kv_heads, block_size]` float32, the factor of each
+        states: `[..., num_layers, num_parts, num_kv_heads, block_size, head_dim]`.
+        scales: `[..., num_layers, num_parts, num_kv_heads, block_size]` float32, the factor of each
             vector of `states`; None if the type has no factors.
     """
 
@@ -264,7 +264,7 @@ class ConvertedObjects(PoolObjects):
         return overflowed
 
     def _places(self, object_ids: Sequence[int] | torch.Tensor) -> tuple[slice | torch.Tensor, ...]:
-        """Returns the index into `_cut_up` that selects `[n, layers, 2, heads, tokens, ...]`."""
+        """Returns the index of `_cut_up` that selects `[n, layers, parts, heads, tokens, ...]`."""
         ids = torch.as_tensor(object_ids, dtype=torch.int64, device=self._device)
         num_slices, every = len(self._slicing.head_slices), slice(None)
         heads, ids = ids % num_slices, ids // num_slices
@@ -331,22 +331,20 @@ def _word_of(slicing: BlockSlicing) -> torch.dtype | None:
     if slicing.layout.dtype != slicing.form.dtype:
         return None
     layouts = (slicing.layout, slicing.object_layout)
-    heads = [
-        layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads) for layout in layouts
-    ]
+    heads = [layout.head_bytes for layout in layouts]
     row = slicing.layout.head_dim * DTYPE_BYTES[slicing.layout.pool_dtype]
     return _WORDS[math.gcd(8, row, *heads)]
 
 
 def _cut_up(states: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
-    """Views `[blocks, num_layers, 2, heads, tokens, ...]` with three axes split: layers and heads
-    into slices, and tokens into transfer blocks.
+    """Views `[blocks, num_layers, parts, heads, tokens, ...]` with three axes split: layers and
+    heads into slices, and tokens into transfer blocks.
     """
     part = slicing.object_layout
     layers = (len(slicing.layer_slices), part.num_layers)
     heads = (len(slicing.head_slices), part.num_kv_heads)
     tokens = (slicing.transfer_blocks, slicing.form.block_size)
-    return states.view(len(states), *layers, 2, *heads, *tokens, *states.shape[5:])
+    return states.view(len(states), *layers, part.num_parts, *heads, *tokens, *states.shape[5:])
 
 
 def _view_objects(payload: torch.Tensor, layout: KvLayout) -> BlockViews:

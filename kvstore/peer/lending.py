@@ -152,8 +152,9 @@ class LendingSide:
 
 def describe_layout(layout: KvLayout) -> str:
     """Returns the form of a block in words, which must be the same for lender and reader."""
+    vectors = "heads" if layout.num_parts > 1 else "latent vectors"
     return (
-        f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_dim}, "
+        f"{layout.num_layers} layers, {layout.num_kv_heads} {vectors} of {layout.head_dim}, "
         f"{layout.block_size} tokens per block, {layout.dtype}, layout {LAYOUT_VERSION}"
     )
 

@@ -17,6 +17,7 @@ __all__ = [
     "MistralReasoningParser",
     "Qwen3ReasoningParser",
     "ReasoningParser",
+    "SeedOssReasoningParser",
     "reasoning_parser",
 ]
 
@@ -148,6 +149,14 @@ class Qwen3ReasoningParser(MarkedReasoningParser):
     end = "</think>"
 
 
+class SeedOssReasoningParser(MarkedReasoningParser):
+    """`<seed:think>` and `</seed:think>`; without tags the whole text is content."""
+
+    start = "<seed:think>"
+    end = "</seed:think>"
+    needs_special_tokens = True
+
+
 class MistralReasoningParser(MarkedReasoningParser):
     """`[THINK]` and `[/THINK]`, which are special tokens."""
 
@@ -239,6 +248,7 @@ _PARSERS: dict[str, type[ReasoningParser]] = {
     "olmo3": Qwen3ReasoningParser,
     "openai_gptoss": HarmonyReasoningParser,
     "qwen3": Qwen3ReasoningParser,
+    "seed_oss": SeedOssReasoningParser,
 }
 
 

@@ -34,8 +34,8 @@ def _quick(monkeypatch):
     monkeypatch.setattr(timing, "_MIN_BATCHES", 1)
     monkeypatch.setattr(timing, "_MAX_COPIES", 3)
     monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 1 << 16)
-    monkeypatch.setitem(RANDOM_MODELS, "tiny", ("Llama", TINY))
-    monkeypatch.setitem(RANDOM_MODELS, "tied", ("Llama", TINY | {"tie_word_embeddings": True}))
+    monkeypatch.setitem(RANDOM_MODELS, "tiny", ("llama", TINY))
+    monkeypatch.setitem(RANDOM_MODELS, "tied", ("llama", TINY | {"tie_word_embeddings": True}))
 
 
 def bench(path, *flags):

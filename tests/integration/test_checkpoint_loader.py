@@ -52,7 +52,7 @@ def fails_with(folder: Path | str, *parts: str) -> None:
     with pytest.raises(ConfigurationError) as failure:
         load(folder)
     assert "\n" not in failure.value.message
-    assert len(failure.value.message) < 700
+    assert len(failure.value.message) < 1000
     for part in parts:
         assert part in failure.value.message
 

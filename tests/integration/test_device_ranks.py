@@ -36,6 +36,7 @@ CASES = [
     ("llama_four_layers", (1, 2), "device, graphs", OVERLAPPED),
     ("llama", (1, 3), "device, eager", {}),
     ("qwen3_four_layers", (2, 2), "device, rerun", OVERLAPPED),
+    ("lfm2_biased_four_layers", (2, 2), "device, rerun", OVERLAPPED),
 ]
 RARE_CASES = [
     ("gpt2", (2, 1), "device, rerun", OVERLAPPED),

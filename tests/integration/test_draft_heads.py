@@ -104,19 +104,25 @@ def _draw_with(params: DrawParams) -> Callable[[torch.Tensor, int], int]:
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", ["host", "device, eager"])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 50}])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "variant"),
+    [*((method, "llama") for method in METHODS), ("eagle", "lfm2"), ("eagle3", "qwen3_5")],
+)
 def test_draft_tokens_are_those_of_plain_torch(
     method: str,
+    variant: str,
     options: dict[str, float],
     kind: str,
     tmp_path: Path,
     proposals: Proposals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where the head has seen more tokens than its window holds."""
+    """Also where the head has seen more tokens than its window holds, and where a model with states
+    runs accepted draft tokens again.
+    """
     use_kind(kind, monkeypatch)
     monkeypatch.setattr(draft_heads, "_WINDOW", 8)
-    served = tiny_checkpoint("llama")
+    served = tiny_checkpoint(variant)
     heads = random_heads(method, served, tmp_path / "heads")
     requests = [
         engine_request(str(length), tuple(prompt_of(length)), max_tokens=44, seed=3, **options)
@@ -152,7 +158,10 @@ def _plain_tokens(variant: str) -> dict[tuple[str, int], list[int]]:
     return tokens(variant, block_size=8)
 
 
-_VARIANTS = ("llama_tied_biased", "mistral_sliding", "qwen2", "qwen3_mostly_sliding", "opt", "gpt2")
+_VARIANTS = (
+    *("llama_tied_biased", "mistral_sliding", "qwen2", "qwen3_mostly_sliding", "opt", "gpt2"),
+    *("lfm2", "qwen3_5"),
+)
 
 
 @pytest.mark.sampled(one_in=3)
@@ -175,9 +184,18 @@ def test_heads_change_no_token(method: str, variant: str, overlapped: bool, tmp_
         assert sum(_num_drafts(core)) > 100
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "variant", "mode"),
+    [
+        ("medusa", "llama", "recompute"),
+        ("eagle", "llama", "swap"),
+        ("eagle3", "llama", "recompute"),
+        ("eagle", "lfm2", "swap"),
+        ("eagle", "qwen3_5", "recompute"),
+    ],
+)
 def test_preempted_and_pausing_sequences_keep_their_tokens(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, variant: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft tokens are made in every other block, and sequences are preempted for others."""
     propose = drafts.Drafts.num_proposals
@@ -186,9 +204,10 @@ def test_preempted_and_pausing_sequences_keep_their_tokens(
         "num_proposals",
         lambda self, each, num: propose(self, each, num) * (len(each.token_ids) // 8 % 2),
     )
-    served = tiny_checkpoint("llama")
+    served = tiny_checkpoint(variant)
     heads = random_heads(method, served, tmp_path / "heads")
     flags = _drafting(method, heads, max_model_len=96, block_size=8)
+    flags |= {"preemption_mode": mode, "swap_space": 2**26}
     requests = [
         engine_request(str(length), tuple(prompt_of(length)), max_tokens=40)
         for length in (7, 20, 33, 50)

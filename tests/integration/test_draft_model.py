@@ -15,7 +15,13 @@ from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.drafting.draft_model import DraftModel
 from engine.speculation import drafts
-from tests.support.checkpoints import MAX_MODEL_LEN, prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.checkpoints import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    prompt_of,
+    reference_greedy,
+    tiny_checkpoint,
+)
 from tests.support.odd_checkpoints import both, config, odd_checkpoint, other_head
 from tests.support.rank_engines import all_kinds, check_handed_over, tiers, tokens
 from tests.support.real_engines import build_core, run_all, tokens_of
@@ -48,7 +54,7 @@ def _num_drafts(core: EngineCore) -> tuple[float, float]:
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen2_alternating", "lfm2", "qwen3_5"])
 def test_a_draft_model_changes_no_token(variant: str, overlapped: bool) -> None:
     plain = tokens(variant, block_size=8)
     flags = _drafting(tiny_checkpoint("opt"), async_scheduling=overlapped, block_size=8)
@@ -123,6 +129,38 @@ def test_a_sequence_that_decoded_meanwhile_is_run_again(monkeypatch: pytest.Monk
     path = tiny_checkpoint("llama")
     with closing(build_core(path, "both", **_drafting(path, block_size=4))) as core:
         _check_all_right(core)
+
+
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
+def test_tokens_that_a_model_with_states_runs_again_are_not_drafted_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four draft tokens are right, which the served model runs twice."""
+    use_kind(kind, monkeypatch)
+    served, num_run = tiny_checkpoint("lfm2"), [0]
+    prompt = tuple(prompt_of(20))
+    known = [*prompt, *reference_greedy(served, list(prompt), 60)]
+    fill = DraftModel._fill
+
+    def counting(self: DraftModel, chunks: Sequence[ScheduledChunk]) -> None:
+        num_run[0] += sum(chunk.num_tokens for chunk in chunks)
+        fill(self, chunks)
+
+    def draw(self: DraftModel, scores: object, jobs: object, positions: Sequence[int]) -> list[int]:
+        return [(known[p] + (p % 4 == 0)) % VOCAB_SIZE if p < len(known) else 0 for p in positions]
+
+    monkeypatch.setattr(DraftModel, "_fill", counting)
+    monkeypatch.setattr(DraftModel, "_draw", draw)
+    flags = _drafting(tiny_checkpoint("opt"), block_size=8, max_num_batched_tokens=40)
+    with closing(build_core(served, "both", **flags)) as core:
+        num_run[0] = 0
+        outputs = run_all(core, [engine_request("r", prompt, max_tokens=60)])
+        accepted, rejected = _num_drafts(core)
+    assert tokens_of(outputs["r"]) == known[20:]
+    assert min(accepted, rejected) > 10
+    assert (
+        num_run[0] <= len(known) + rejected
+    )  # each of them once, and draft tokens that were wrong
 
 
 def _in_every_other_block(num_proposals: NumProposals) -> NumProposals:
@@ -218,6 +256,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (path, short, "takes 64 tokens; set --max-model-len 64"),
         (path, foreign, "tokenizer is not the served model's"),
         (tiny_checkpoint("mistral_sliding"), path, "all layers .* have a sliding window"),
+        (path, tiny_checkpoint("lfm2"), "recurrent layers.*model of --speculative-config must"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             build_core(served, "both", **_drafting(draft_model))

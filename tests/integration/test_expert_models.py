@@ -38,6 +38,7 @@ DIVIDED = [
     ("gpt_oss", {"tensor_parallel_size": 2, "async_scheduling": True}),
     ("gpt_oss", {"pipeline_parallel_size": 2, "speculative_config": DRAFTING}),
     ("mixtral", {"pipeline_parallel_size": 3}),
+    ("glm4_moe", {"tensor_parallel_size": 2, "speculative_config": DRAFTING}),
     ("qwen3_moe_mixed", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("qwen2_moe", {"speculative_config": DRAFTING, "max_num_batched_tokens": 48}),
 ]
@@ -169,6 +170,15 @@ def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(
         assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
+def test_the_bias_of_a_ranking_is_not_rounded() -> None:
+    name = "mlp.gate.e_score_correction_bias"
+    tensors = load_file(tiny_checkpoint("glm4_moe") / "model.safetensors")
+    parts = loaded("glm4_moe", "bfloat16").model.checkpoint_tensors()
+    biases = {path: part.target for path, (part, *_) in parts.items() if path.endswith(name)}
+    assert len(biases) == 2
+    assert all(torch.equal(bias, tensors[path]) for path, bias in biases.items())
+
+
 def test_the_memory_of_a_step_has_room_for_the_states_of_experts() -> None:
     config = EngineConfig(model="", max_num_batched_tokens=4096)
     bytes_of = {name: step_bytes(config, loaded(name)) for name in ("qwen3_moe", "qwen3_untied")}
@@ -184,6 +194,13 @@ def test_the_memory_of_a_step_has_room_for_the_states_of_experts() -> None:
         ("qwen3_moe", "norm_topk_prob", "no", "norm_topk_prob is 'no'; it must be true or false"),
         ("qwen3_moe", "mlp_only_layers", ["one"], "mlp_only_layers is"),
         ("qwen3_moe", "hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
+        ("glm4_moe", "n_group", 2, "n_group is 2; n_routed_experts 9 must be a multiple of it"),
+        ("glm4_moe", "n_group", 9, "with at least 2 experts in a group"),
+        ("glm4_moe", "topk_group", 4, "topk_group is 4; it must be at most n_group 3"),
+        ("glm4_moe", "num_experts_per_tok", 7, "must have num_experts_per_tok 7 experts"),
+        ("glm4_moe", "n_shared_experts", 1.5, "n_shared_experts is 1.5; it must be a positive"),
+        ("glm4_moe", "scoring_func", "softmax", "scoring_func 'softmax' is not supported"),
+        ("glm4_moe", "topk_method", "greedy", "topk_method 'greedy' is not supported"),
         ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit 5.0 is not supported"),
         ("gpt_oss", "swiglu_alpha", 1.0, "swiglu_alpha 1.0 is not supported"),
         ("gpt_oss", "quantization_config", {"quant_method": "gptq"}, "quantization_config"),

@@ -220,7 +220,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path):
     assert "has tensor x" in error
     narrow = np.zeros((60, 64), np.float32)
     error = refused(tmp_path, lambda tensors: tensors.update({name: (narrow, None)}))
-    assert f"tensor {name} has shape [60, 64]; the width of a head is 16" in error
+    assert f"tensor {name} has shape [60, 64]; its rows come in groups of 16" in error
 
 
 def test_a_file_that_ends_within_its_weights_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from tests.support.checkpoints import (
     reference_model,
     tiny_checkpoint,
 )
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 from tests.support.paged_session import PagedSession, loaded
 
 # Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.sampled(one_in=2)
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
 # A state of few tokens maps a query to almost nothing, which is then normalized: the two ways of
 # transformers to compute a prompt differ by nearly as much.
+DELTA = ("qwen3_5", "qwen3_next")
 DELTA_TOLERANCE = {"atol": 2e-4, "rtol": 0}
 
 # Steps: lists of (sequence, query length) in order.
@@ -64,7 +65,7 @@ def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("variant", "schedule"),
     [
-        *product([*VARIANTS, *HYBRIDS], SCHEDULES),
+        *product([*VARIANTS, *HYBRIDS, *LATENT_VARIANTS], SCHEDULES),
         *product([*DECODER_VARIANTS, *EXPERT_VARIANTS], ["chunks", "decode beside prefill"]),
     ],
 )
@@ -82,11 +83,13 @@ def test_logits_match_transformers(variant, schedule):
     for seed, length in enumerate(LENGTHS):
         logits = torch.cat(rows[seed])
         assert logits.dtype == torch.float32
-        tolerance = DELTA_TOLERANCE if variant in ("qwen3_5", "qwen3_next") else TOLERANCE
+        tolerance = DELTA_TOLERANCE if variant.startswith(DELTA) else TOLERANCE
         torch.testing.assert_close(logits, reference_logits(variant, seed, length), **tolerance)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS])
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *HYBRIDS, *LATENT_VARIANTS]
+)
 def test_greedy_tokens_match_transformers(variant):
     prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
     num_tokens = 12

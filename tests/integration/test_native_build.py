@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.library.build import Status, build, find_compiler
+from kernels.library.build import Status, build, find_compiler, main
 from kernels.library.cpu import cpu_features
 from kernels.library.variants import library_path, read_record, record_path, variants_for
 
@@ -220,3 +220,11 @@ def compiler_that(folder, script):
 
 def read_problem(project, variant):
     return read_record(variant, project.libraries).problem
+
+
+@pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
+def test_flags_build_nothing(flag, status, monkeypatch):
+    monkeypatch.setattr("kernels.library.build.find_compiler", lambda: pytest.fail("it builds"))
+    with pytest.raises(SystemExit) as exit_info:
+        main([flag])
+    assert exit_info.value.code == status

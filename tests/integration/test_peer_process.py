@@ -3,13 +3,16 @@
 import os
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from baton.common.errors import ConfigurationError
 from baton.common.model_files.named_models import demo_model_path
-from benchmarks.peers import peer_process
+from benchmarks.peers import comparison, peer_process
 from benchmarks.peers.catalogue import Setting, launch_of
 from benchmarks.peers.peer_process import Launch, PeerError, PeerProcess
 from benchmarks.request import BenchRequest
@@ -90,6 +93,19 @@ def test_a_worker_that_ends_without_an_answer_is_reported_with_its_log(tmp_path)
     with PeerProcess(launch) as peer, pytest.raises(PeerError, match=r"ended unasked; .*odd\.log"):
         peer.wait_until_ready()
     assert "no memory" in launch.log.read_text()
+
+
+def test_a_peer_that_cannot_load_the_model_is_not_measured(tmp_path, monkeypatch):
+    launch = script(tmp_path, "import sys; sys.exit('no such model')")
+    monkeypatch.setattr(comparison, "launch_of", lambda name, setting: replace(launch, engine=name))
+    setting = Setting(demo_model_path(), 1, tmp_path, 128)
+    run = partial(comparison.compare, case_names=["batch-1"], setting=setting, repeats=1)
+    lines: list[str] = []
+    with pytest.raises(ConfigurationError, match=r"vllm ended unasked.*odd\.log"):
+        run(["vllm"], write_line=lines.append, before_round=lambda: None)
+    assert any(line.startswith("not measured: vllm") for line in lines)
+    with pytest.raises(PeerError, match="baton ended unasked"):
+        run(["vllm", "baton"], write_line=lines.append, before_round=lambda: None)
 
 
 def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):

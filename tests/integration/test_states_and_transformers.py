@@ -90,10 +90,6 @@ def test_few_slots_only_cost_time(num_slots: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"speculative_config": {"model": "m", "num_speculative_tokens": 2}},
-            "draft models and heads do not work with states yet",
-        ),
         ({"state_interval": 12}, "--state-interval is 12; it must be a multiple of --block-size 8"),
         ({"num_state_slots": 0}, "--num-state-slots is 0; it must be >= 1"),
     ],

@@ -59,6 +59,30 @@ def test_equal_scores_rank_as_torch_ranks_them(num_experts, top_k, scores):
     assert torch.equal(numbers_of(routing), logits.topk(top_k).indices)
 
 
+@pytest.mark.parametrize(("num_experts", "num_groups"), [(12, 4), (64, 8), (256, 8), (30, 15)])
+def test_groups_with_equal_scores_rank_as_torch_ranks_them(num_experts, num_groups):
+    rule = RoutingRule(
+        4,
+        ExpertScores.SIGMOID,
+        normalizes=True,
+        num_groups=num_groups,
+        top_groups=3,
+        group_terms=2,
+    )
+    logits, bias = normal(50, num_experts).round(), normal(num_experts, seed=1).round()
+    experts = Cut.whole(num_experts)
+    routing = kernels.route_experts(logits, rule, experts, bias)
+    expected = reference.route_experts(logits, rule, experts, bias)
+    assert torch.equal(routing.slots, expected.slots)
+    torch.testing.assert_close(routing.weights, expected.weights, rtol=1e-6, atol=0)
+
+
+def test_weights_of_experts_whose_scores_are_all_zero_are_zero(ops):
+    rule = RoutingRule(2, ExpertScores.SIGMOID, normalizes=True, scale=2.5)
+    routing = ops.route_experts(torch.full((3, 5), -200.0), rule, Cut.whole(5))
+    assert torch.equal(routing.weights, torch.zeros(3, 2))
+
+
 @pytest.mark.parametrize("scores", ExpertScores)
 def test_rows_of_nan_and_infinity_choose_experts_and_do_not_affect_others(scores, ops):
     rule, logits = RoutingRule(3, scores), normal(6, 7)
@@ -67,7 +91,9 @@ def test_rows_of_nan_and_infinity_choose_experts_and_do_not_affect_others(scores
     routing = ops.route_experts(logits, rule, Cut.whole(7))
     numbers, others = numbers_of(routing), [0, 3, 5]
     assert all(len({*row}) == 3 and min(row) >= 0 for row in numbers.tolist())
-    assert routing.weights[[1, 2, 4]].isnan().any(1).all()
+    # The sigmoid of infinity is 1.
+    nan_rows = [1, 2] if scores is ExpertScores.SIGMOID else [1, 2, 4]
+    assert routing.weights[nan_rows].isnan().any(1).all()
     assert torch.equal(numbers[others], numbers_of(expected)[others])
     assert torch.equal(routing.weights[others], expected.weights[others])
 

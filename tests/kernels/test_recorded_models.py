@@ -12,7 +12,7 @@ from engine.runtime.forward import recorded_steps
 from engine.runtime.forward.batch_inputs import StepInputs
 from engine.runtime.forward.recorded_steps import RecordedSteps
 from tests.support.checkpoints import DECODER_VARIANTS, VARIANTS, prompt_of
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 from tests.support.kernel_checks import IS_NATIVE, native_only
 from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded
 
@@ -87,7 +87,9 @@ def run_recorded(steps, session, work, wanted=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS])
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS]
+)
 def test_recorded_decode_steps_equal_plain_ones(variant, dtype):
     plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
     model, decode = recorder_of(recorded)
@@ -118,7 +120,7 @@ def chunk_work(session, step):
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *product([*VARIANTS, *EXPERT_VARIANTS], ["float32", "bfloat16"]),
+        *product([*VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS], ["float32", "bfloat16"]),
         *((variant, "bfloat16") for variant in ("gemma2", "gemma3", "olmo3", "smollm3_sliding")),
     ],
 )

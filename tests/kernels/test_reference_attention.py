@@ -96,7 +96,7 @@ def test_a_rows_result_is_nearly_independent_of_other_rows():
     # The crowd's first sequence gets the KV of `alone`.
     table = crowd.meta.block_tables[:1]
     _, whole = step_metadata([(0, 22)], [table[0].tolist()], 4)
-    cache.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
+    cache.write_kv(alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
     query = torch.cat([alone.query, crowd.query[1:]])
     crowded = attend(replace(crowd, query=query))[0]
     torch.testing.assert_close(crowded, attend(alone)[0], atol=3e-7, rtol=3e-7)
@@ -114,7 +114,7 @@ def test_write_kv_writes_its_slots_and_no_others(dtype):
     pool = torch.full((5, 3, 2, 2, 4, 3), -1.0, dtype=dtype)
     key, value = torch.randn(2, 6, 2, 3).to(dtype)
     slots = torch.tensor([7, 0, 19, 4, 12, 13])
-    cache.write_kv(key, value, pool[:, 2], slots)
+    cache.write_kv((key, value), pool[:, 2], slots)
     for token, slot in enumerate(slots.tolist()):
         written = pool[slot // 4, 2, :, :, slot % 4]
         assert torch.equal(written, torch.stack([key[token], value[token]]))

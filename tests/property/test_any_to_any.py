@@ -43,7 +43,9 @@ class Pool:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """K and V in float32, `[num_layers, 2, heads, tokens of the pool, head_dim]`."""
+        """K and V, or latent vectors, in float32:
+        `[num_layers, parts, heads, tokens of the pool, head_dim]`.
+        """
         views = view_blocks(self.blocks[:NUM_POOL_BLOCKS], self.slicing.layout)
         states = views.states.float()
         if views.scales is not None:
@@ -68,12 +70,20 @@ class Pool:
 
 
 def make_pool(
-    form: TransferForm, num_parts: int, share: PoolShare, dtype: str, seed: int = 0
+    form: TransferForm,
+    num_parts: int,
+    share: PoolShare,
+    dtype: str,
+    seed: int = 0,
+    *,
+    is_latent: bool = False,
 ) -> Pool:
-    """A pool of random numbers, and slots of random bytes."""
-    layout = KvLayout(LAYERS, HEADS // share.degree, num_parts * form.block_size, HEAD_DIM, dtype)
+    """A pool of random numbers, of one vector per token if latent; slots of random bytes."""
+    heads, num_kinds = (1, 1) if is_latent else (HEADS // share.degree, 2)
+    size = num_parts * form.block_size
+    layout = KvLayout(LAYERS, heads, size, HEAD_DIM, dtype, num_kinds)
     generator = torch.Generator().manual_seed(seed)
-    shape = (NUM_POOL_BLOCKS, LAYERS, 2, layout.num_kv_heads, layout.block_size, HEAD_DIM)
+    shape = (NUM_POOL_BLOCKS, LAYERS, num_kinds, heads, size, HEAD_DIM)
     states = torch.randn(shape, generator=generator)
     slicing = BlockSlicing(layout, form, replace(share, num_blocks=NUM_POOL_BLOCKS))
     num_blocks = NUM_POOL_BLOCKS + num_region_blocks(slicing.slots, layout, NUM_SLOTS)
@@ -164,13 +174,23 @@ class Places:
 def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[Places]]:
     """A form, the ranks of two tiers that agree on it, and places in each tier's pool."""
     form, sides, places = draw(forms), [], []
+    is_latent = draw(st.sampled_from([False, False, True]))
+    if is_latent:
+        form = replace(form, num_head_slices=1)
     count = draw(st.integers(1, NUM_POOL_BLOCKS))
     for side in range(2):
         degree = draw(st.sampled_from([d for d in (1, 2, 4) if form.num_head_slices % d == 0]))
         num_parts, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(DTYPES))
         sides.append(
             [
-                make_pool(form, num_parts, PoolShare(rank, degree), dtype, 10 * side + rank)
+                make_pool(
+                    form,
+                    num_parts,
+                    PoolShare(rank, degree),
+                    dtype,
+                    10 * side + rank,
+                    is_latent=is_latent,
+                )
                 for rank in range(degree)
             ]
         )
@@ -181,7 +201,7 @@ def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[Pla
 
 
 def tokens_at(pools: list[Pool], block_ids: list[int], size: int) -> torch.Tensor:
-    """`[num_layers, 2, all heads, transfer blocks, tokens, head_dim]`."""
+    """`[num_layers, parts, all heads, transfer blocks, tokens, head_dim]`."""
     tokens = torch.cat([pool.tokens for pool in pools], dim=2)
     return tokens.unflatten(3, (-1, size))[:, :, :, block_ids]
 
@@ -287,7 +307,7 @@ def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype:
     for layer in range(LAYERS):
         key, value = (states[3, layer, index].transpose(0, 1) for index in (0, 1))
         slots = torch.arange(4 * 7, 4 * 8)
-        write_kv(key, value, views.states[:, layer], slots, views.scales[:, layer])
+        write_kv((key, value), views.states[:, layer], slots, views.scales[:, layer])
 
     scatter(target, gather(source, [3]), [7])
 

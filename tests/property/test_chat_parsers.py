@@ -95,6 +95,7 @@ def is_beginning(begun, found):
 
 STARTS = {
     "deepseek_v3": "<\uff5ctool\u2581call\u2581begin\uff5c>f<\uff5ctool\u2581sep\uff5c>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="a">',
     "gemma4": "<|tool_call>call:f",
     "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>",
     "granite": '<|tool_call|>[{"name": "f", "arguments": ',
@@ -160,7 +161,10 @@ def test_answers_are_read_as_templates_write_them(name):
         assert answer_of(make, random_pieces(rng, text)) == answer == answer_of(make, text)
 
 
-WRITERS = sorted({*FORMATS, *TEXTS} - {"gemma4", "glm45", "openai", "qwen3_coder"})
+WRITERS = sorted(
+    {*FORMATS, *TEXTS}
+    - {"deepseek_v32", "gemma4", "glm45", "minimax_m2", "openai", "qwen3_coder", "seed_oss"}
+)
 
 
 @pytest.mark.parametrize("name", WRITERS)

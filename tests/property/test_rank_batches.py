@@ -77,8 +77,8 @@ def test_what_arrives_is_what_was_sent(batches: list[tuple[ScheduledBatch, bool]
 
 def test_a_rank_with_another_pool_than_rank_0_is_refused() -> None:
     link: Any = Link()
-    check_same_pools(link, 64, 0)
+    check_same_pools(link, 64, 0, 3)
     link.rank = 1
-    check_same_pools(link, 64, 0)
+    check_same_pools(link, 64, 0, 3)
     with pytest.raises(ConfigurationError, match="number of KV blocks of rank 1 is 63, of rank 0"):
-        check_same_pools(link, 63, 0)
+        check_same_pools(link, 63, 0, 3)

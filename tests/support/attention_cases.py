@@ -27,12 +27,14 @@ class AttentionCase:
         query: `[num_tokens, num_heads, head_dim]`.
         pool: KV pool; NaN except where `contexts` was written.
         meta: metadata of the step.
-        contexts: per sequence K and V, `[context, num_kv_heads, head_dim]`.
+        contexts: per sequence K and V, `[context, num_kv_heads, head_dim]`; V has `value_dim`
+            elements if that is not None.
         spans: (start, query length) of each sequence.
         scale: factor on the scores.
         soft_cap: cap of the scores; None for none.
         sinks: `[num_heads]`, of the type of `query`; None for none.
         scales_pool: scales of a pool of 8-bit floats, laid out as its tokens.
+        value_dim: elements of a value of latent attention; None if the pool holds V.
     """
 
     query: torch.Tensor
@@ -45,6 +47,7 @@ class AttentionCase:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     scales_pool: torch.Tensor | None = None
+    value_dim: int | None = None
 
     @property
     def kv_layer(self) -> torch.Tensor:
@@ -60,10 +63,11 @@ class AttentionCase:
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             kv_scales=None if self.scales_pool is None else self.scales_pool[:, _LAYER],
+            value_dim=self.value_dim,
         )
 
     def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        """Returns `[num_tokens, num_heads, head_dim]` float64, on the CPU."""
+        """Returns what `attend` should, in float64 on the CPU."""
         return self._expected_and_errors(sliding_window)[0]
 
     def check(
@@ -111,10 +115,11 @@ class AttentionCase:
     def quantized(self) -> "AttentionCase":
         """Returns the case with a pool of 8-bit floats; it expects results of the rounded KV."""
         narrow, scales_pool = quantize_kv(self.pool)
-        contexts = [
-            tuple(narrow.double() * scales.double().unsqueeze(-1) for narrow, scales in pair)
-            for pair in ([quantize_kv(states) for states in pair] for pair in self.contexts)
-        ]
+        contexts = []
+        for context in self.contexts:
+            parts = [quantize_kv(states) for states in context[: self.pool.shape[2]]]
+            wide = [part.double() * scales.double().unsqueeze(-1) for part, scales in parts]
+            contexts.append((wide[0], wide[-1][..., : self.value_dim]))
         return replace(self, pool=narrow, scales_pool=scales_pool, contexts=contexts)
 
     def with_freed_blocks(self, sliding_window: int) -> "AttentionCase":
@@ -154,27 +159,34 @@ def make_case(
     scale: float = 0.3,
     soft_cap: float | None = None,
     has_sinks: bool = False,
+    value_dim: int | None = None,
     seed: int = 0,
 ) -> AttentionCase:
-    """A case of random KV in shuffled blocks, and sinks that weigh as much as several keys."""
+    """A case of random KV in shuffled blocks, and sinks that weigh as much as several keys.
+
+    With `value_dim`, the KV is of latent attention.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
     tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed)
-    shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
+    num_parts = 2 if value_dim is None else 1
+    shape = (num_blocks, 3, num_parts, num_kv_heads, block_size, head_dim)
     pool = torch.full(shape, torch.nan, dtype=dtype)
     contexts = []
     for (start, length), table in zip(spans, tables, strict=True):
-        keys, values = (normal(start + length, num_kv_heads, head_dim) for _ in range(2))
-        contexts.append((keys, values))
+        parts = [normal(start + length, num_kv_heads, head_dim) for _ in range(num_parts)]
+        contexts.append((parts[0], parts[-1][..., :value_dim]))
         _, whole = step_metadata([(0, start + length)], [table], block_size)
-        write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
+        write_kv(parts, pool[:, _LAYER], whole.slot_mapping)
     _, meta = step_metadata(spans, tables, block_size)
     query = normal(sum(length for _, length in spans), num_heads, head_dim)
     sinks = normal(num_heads) + 2 if has_sinks else None
-    return AttentionCase(query, pool, meta, contexts, spans, scale, soft_cap, sinks)
+    return AttentionCase(
+        query, pool, meta, contexts, spans, scale, soft_cap, sinks, value_dim=value_dim
+    )
 
 
 def _attend(
@@ -191,12 +203,12 @@ def _attend(
         query: `[tokens, heads, dim]`.
         start: position of the first token.
         keys: `[context, kv heads, dim]`.
-        values: as `keys`.
+        values: `[context, kv heads, value dim]`.
         case: has the rule of the scores.
         sliding_window: how many tokens a query sees.
 
     Returns:
-        The result and the same sums of magnitudes, each `[tokens, heads, dim]`; the largest
+        The result and the same sums of magnitudes, each `[tokens, heads, value dim]`; the largest
         relative error of weights whose scores are summed in float32, `[tokens, heads, 1]`.
     """
     distances = torch.arange(start, start + len(query)).unsqueeze(1) - torch.arange(len(keys))

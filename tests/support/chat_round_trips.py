@@ -38,15 +38,20 @@ class Format:
 FORMATS = {
     "deepseek_v3": Format("deepseek", "<\uff5cend\u2581of\u2581sentence\uff5c>", has_content=False),
     "deepseek_v31": Format("deepseek_v31", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    "deepseek_v32": Format(
+        "deepseek_v32", "<\uff5cend\u2581of\u2581sentence\uff5c>", "deepseek_r1"
+    ),
     "gemma4": Format("gemma4", "", "gemma4", has_content=False),
     "glm45": Format("glm45", "", "glm45", has_texts_alone=True),
     "granite": Format("granite", "<|end_of_text|>\n"),
     "hermes": Format("qwen3", "<|im_end|>\n", "qwen3"),
     "lfm2": Format("lfm2", "<|im_end|>\n", "qwen3", is_plain=True),
+    "minimax_m2": Format("minimax_m2", "[e~[\n", "deepseek_r1", has_texts_alone=True),
     "mistral": Format("mistral", "</s>", has_content=False),
     "olmo3": Format("olmo3", "<|im_end|>\n", is_plain=True),
     "openai": Format("harmony", "<|call|>", "openai_gptoss", has_content=False, max_calls=1),
     "phi4_mini_json": Format("phi4_mini", "<|end|></s>"),
+    "seed_oss": Format("seed_oss", "<seed:eos>", "seed_oss", has_texts_alone=True),
 }
 
 
@@ -75,10 +80,14 @@ def _random_arguments(rng, form):
     keys = ["a", "b", "name", "c_1"]
     values = {key: random_value(rng, 1) for key in keys[: rng.randrange(4)]}
     if form.has_texts_alone:
-        return {key: str(value).replace("</arg_value>", "") for key, value in values.items()}
+        return {key: _without_tags(str(value)) for key, value in values.items()}
     if form.is_plain:
         return {key: _without_escapes(value) for key, value in values.items()}
     return values
+
+
+def _without_tags(value):
+    return re.sub("</?(arg_value|parameter|function|seed:tool_call)", "", value)
 
 
 def _without_escapes(value):

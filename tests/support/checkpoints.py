@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from tests.support.expert_variants import EXPERT_VARIANTS
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
@@ -275,11 +275,29 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 40,
         },
     ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            "num_hidden_layers": 3,
+            "full_attention_interval": 2,
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 20,
+            "linear_value_head_dim": 26,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "lfm2_biased": (
         "lfm2",
         {**_lfm2_layers("ca"), "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False},
     ),
 }
+
+_SIX_HEADS = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_six_heads": (
@@ -292,6 +310,11 @@ SIX_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 80,
         },
     ),
+    "lfm2_six_heads": ("lfm2", {**_lfm2_layers("caca"), **_SIX_HEADS}),
+    "qwen3_next_six_heads": (
+        "qwen3_next",
+        {**HYBRIDS["qwen3_next"][1], **_SIX_HEADS, "num_hidden_layers": 4},
+    ),
     "opt_six_heads": ("opt", {"num_attention_heads": 6, "hidden_size": 72}),
     "gpt2_six_heads": ("gpt2", {"num_attention_heads": 6, "hidden_size": 72}),
 }
@@ -301,6 +324,16 @@ FOUR_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{variant}_four_layers": (family, {**overrides, "num_hidden_layers": 4})
     for variant, (family, overrides) in VARIANTS.items()
     if variant.split("_")[-1] in (*FAMILIES, "biased", "sliding", "norm")
+} | {
+    "lfm2_biased_four_layers": ("lfm2", {**HYBRIDS["lfm2_biased"][1], **_lfm2_layers("acac")}),
+    "qwen3_5_four_layers": (
+        "qwen3_5_text",
+        {**HYBRIDS["qwen3_5"][1], "full_attention_interval": 2},
+    ),
+    "qwen3_next_four_layers": (
+        "qwen3_next",
+        {**HYBRIDS["qwen3_next"][1], "num_hidden_layers": 4, "linear_num_key_heads": 2},
+    ),
 }
 """Further checkpoints, for two and four stages of a pipeline."""
 
@@ -311,11 +344,11 @@ def tiny_checkpoint(variant: str) -> Path:
     import transformers
 
     decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | HYBRIDS | SIX_HEADS | FOUR_LAYERS
-    family, overrides = (decoders | EXPERT_VARIANTS)[variant]
+    family, overrides = (decoders | EXPERT_VARIANTS | LATENT_VARIANTS)[variant]
     folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    _randomize(model, seed=crc32(variant.encode()))
+    randomize(model, seed=crc32(variant.encode()))
     shard_size = "200KB" if variant.endswith("sharded") else "1GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
     save_byte_tokenizer(folder)
@@ -433,13 +466,15 @@ _SCALES = {"bias": 0.2, "gate_up_proj_bias": 3.0, "sinks": 1.0}
 
 
 @torch.no_grad()
-def _randomize(model: Any, seed: int) -> None:
+def randomize(model: Any, seed: int) -> None:
     """Gives every parameter random values, scaled so that each layer affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(noise, type(module).__name__, name))
+        if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
 
 
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
@@ -460,6 +495,7 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
         return noise * 0.5 - 2
     has_offset = module_kind.startswith("Gemma") or module_kind in (
         "Qwen3_5RMSNorm",
+        "Qwen3_5MoeRMSNorm",
         "Qwen3NextRMSNorm",
     )
     if has_offset and "Norm" in module_kind:

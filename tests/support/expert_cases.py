@@ -1,6 +1,6 @@
 """Checks of kernels of mixtures of experts, for any implementation of them.
 
-`ops` is a module or object with `make_expert_weight`, `route_experts`, `expert_linear` and
+`ops` is a module or object with `make_weight_stack`, `route_experts`, `expert_linear` and
 `combine_experts`.
 """
 
@@ -32,6 +32,18 @@ RULES = {
     (7, 2): RoutingRule(2, normalizes=True, rounds=False),
     (7, 3): RoutingRule(3, ExpertScores.SOFTMAX_OF_CHOSEN),
     (130, 2): RoutingRule(2),
+    (9, 2): RoutingRule(2, scale=2.5, num_groups=3, top_groups=2, rounds=False),
+    (35, 4): RoutingRule(
+        4,
+        ExpertScores.SIGMOID,
+        normalizes=True,
+        rounds=False,
+        scale=1.7,
+        num_groups=7,
+        top_groups=3,
+        group_terms=2,
+    ),
+    (33, 3): RoutingRule(3, ExpertScores.SIGMOID),
 }
 CUTS = [(0, 1), (0, 2), (1, 2), (2, 3)]
 """(rank, number of ranks); each rank has some of the experts."""
@@ -53,14 +65,10 @@ def check_slots(ops, num_experts, rule, rows, dtype, device, cut=(0, 1)):
     """Checks that slots are the pairs of the chosen experts, by expert and then by pair."""
     logits = normal(rows, num_experts, dtype=dtype).to(device)
     experts = cut_of(num_experts, *cut)
-    routing = ops.route_experts(logits, rule, experts)
-    if rule.scores is ExpertScores.SOFTMAX:
-        weights, ids = logits.double().softmax(-1).topk(rule.top_k)
-    else:
-        values, ids = logits.double().topk(rule.top_k)
-        weights = values.softmax(-1)
-    if rule.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+    is_sigmoid = rule.scores is ExpertScores.SIGMOID
+    bias = normal(num_experts, seed=1).to(device) if is_sigmoid else None
+    routing = ops.route_experts(logits, rule, experts, bias)
+    weights, ids = expected_choices(logits, rule, bias)
     eps = eps_of(dtype) if rule.rounds else 0.0
     chosen = logits.gather(1, ids)
     if dtype == torch.float32 or len({*logits.flatten().tolist()}) == logits.numel():
@@ -81,10 +89,33 @@ def check_slots(ops, num_experts, rule, rows, dtype, device, cut=(0, 1)):
     assert len(routing.starts) == experts.size + 1
 
 
+def expected_choices(logits, rule, bias):
+    """Returns the weights and numbers of each row's experts, computed in float64."""
+    scores = logits.double()
+    if rule.scores is ExpertScores.SOFTMAX:
+        scores = scores.softmax(-1)
+    elif rule.scores is ExpertScores.SIGMOID:
+        scores = scores.sigmoid()
+    ranking = scores if bias is None else scores + bias
+    groups = ranking.unflatten(1, (rule.num_groups, -1))
+    sums = groups.sort(-1, descending=True).values[..., : rule.group_terms].sum(-1)
+    outside = sums.sort(-1, descending=True).indices[:, rule.top_groups :]
+    groups = groups.clone()
+    for row, numbers in enumerate(outside.tolist()):
+        groups[row, numbers] = -torch.inf
+    ids = groups.flatten(1).topk(rule.top_k).indices
+    weights = scores.gather(1, ids)
+    if rule.scores is ExpertScores.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    if rule.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * rule.scale, ids
+
+
 def filled_experts(ops, matrices, use, device):
     """Returns a weight that holds `[num_experts, rows, columns]`, filled in parts."""
     num_experts, num_rows, _ = matrices.shape
-    weight = ops.make_expert_weight(*matrices.shape, matrices.dtype, device, use)
+    weight = ops.make_weight_stack(*matrices.shape, matrices.dtype, device, use)
     count = num_rows // 2 if use is WeightUse.GATED_LINEAR else num_rows
     for number in range(num_experts):
         for first in range(0, num_rows, count):

@@ -41,6 +41,16 @@ _YARN = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 _LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+# Three heads of values for each of two heads of keys.
+_DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 
 # By name, the class of a config and its fields.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -83,6 +93,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", {"head_dim": 16, "logit_scale": 0.25, "sliding_window": 8}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": False}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "smollm3": ("SmolLM3Config", {}),
     "qwen2_moe": (
         "Qwen2MoeConfig",
@@ -108,6 +122,27 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_DELTA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "lfm2": (
         "Lfm2Config",
         {
@@ -123,6 +158,10 @@ _FILE_ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+    "cohere": "command-r",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
 }
 
 
@@ -151,22 +190,34 @@ def save_family(
     Args:
         path: of the file.
         model: of `transformers`.
-        kind: type of the matrices whose rows are whole blocks.
+        kind: type of the matrices whose rows are whole blocks; experts of gpt-oss are in MXFP4
+            unless it is F32.
         part_tensors: how many tensors a file has at most; 0 for all of them in one.
     """
+    return write_gguf(path, *family_contents(model, kind), part_tensors)
+
+
+def family_contents(
+    model: Any, kind: gguf.GGMLQuantizationType = _F32
+) -> tuple[dict[str, Any], dict[str, tuple[np.ndarray, int | None]]]:
+    """Returns the metadata and the tensors that `save_family` writes."""
     config = model.config
     architecture = _FILE_ARCHITECTURES.get(config.model_type, config.model_type)
     tensors = {
-        name: stored_array(np.ascontiguousarray(array), kind if _fits(name, array) else _F32)
+        name: stored_array(np.ascontiguousarray(array), _kind_of(name, array, kind, architecture))
         for name, array in _tensors(model, architecture)
     }
     keys = {f"{architecture}.{key}": value for key, value in _keys(config).items()}
-    metadata = {"general.architecture": architecture, **BYTE_TOKENIZER, **keys}
-    return write_gguf(path, metadata, tensors, part_tensors)
+    return {"general.architecture": architecture, **BYTE_TOKENIZER, **keys}, tensors
 
 
-def _fits(name: str, array: np.ndarray) -> bool:
-    return name.endswith(".weight") and array.shape[-1] % 32 == 0
+def _kind_of(
+    name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType, architecture: str
+) -> gguf.GGMLQuantizationType:
+    if not name.endswith(".weight") or array.shape[-1] % 32:
+        return _F32
+    is_expert = architecture == "gpt-oss" and "_exps." in name
+    return gguf.GGMLQuantizationType.MXFP4 if is_expert and kind != _F32 else kind
 
 
 def _keys(config: Any) -> dict[str, Any]:
@@ -254,6 +305,36 @@ def _expert_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+    }
+
+
+def _cohere_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "logit_scale": config.logit_scale,
+        "rope.scaling.type": "none",
+    }
+
+
+def _delta_keys(config: Any) -> dict[str, Any]:
+    return {
+        "full_attention_interval": 2,
+        "rope.dimension_count": config.head_dim // 4,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+    }
+
+
 def _lfm2_keys(config: Any) -> dict[str, Any]:
     num_kv_heads = config.num_key_value_heads
     return {
@@ -278,6 +359,13 @@ _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_moe": _expert_keys,
     "mixtral": _expert_keys,
     "olmoe": _expert_keys,
+    "gpt_oss": _gpt_oss_keys,
+    "cohere": _cohere_keys,
+    "cohere2": _cohere_keys,
+    "qwen3_next": lambda config: _delta_keys(config) | _expert_keys(config),
+    "qwen3_5_text": lambda config: (
+        _delta_keys(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
+    ),
     "lfm2": _lfm2_keys,
 }
 
@@ -287,13 +375,13 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     config = model.config
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
-    for name, array in _apart(model):
+    for name, array in _delta_tensors(_apart(model), config):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = names.get_name(name, (".weight", ".bias"))
         assert stored is not None, name
         is_rotated = ".q_proj." in name or ".k_proj." in name
-        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if has_offset(config, name):
             yield stored, array + 1
         elif config.model_type in ("granite", "smollm3", "mixtral") and is_rotated:
             yield stored, in_pairs(array, config.hidden_size // config.num_attention_heads)
@@ -302,6 +390,60 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     for name in ("long", "short"):
         if factors := config.rope_parameters.get(f"{name}_factor"):
             yield f"rope_factors_{name}.weight", np.array(factors, np.float32)
+
+
+def has_offset(config: Any, name: str) -> bool:
+    """Whether the file has the weight of a norm plus one."""
+    is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+    return is_norm and config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+
+
+def _delta_tensors(
+    tensors: Iterator[tuple[str, np.ndarray]], config: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields tensors as the converter makes them of those of gated delta nets."""
+    for name, array in tensors:
+        parent, _, part = name.rpartition("linear_attn.")
+        if not parent:
+            yield name, array
+        elif part == "in_proj_qkvz.weight":
+            yield from _apart_by_heads(f"{parent}linear_attn.", array, config)
+        else:
+            stored = -np.exp(array) if part == "A_log" else array
+            if "3_5" in config.model_type:
+                stored = _by_last_heads(part, stored, config)
+            yield name.replace("dt_bias", "dt_proj.bias"), stored
+
+
+def _apart_by_heads(
+    prefix: str, array: np.ndarray, config: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the projections that the checkpoint has by heads of keys, under Qwen3.5's names."""
+    num_keys, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // num_keys * config.linear_value_head_dim
+    heads = array.reshape(num_keys, -1, array.shape[-1])
+    bounds = [key_dim, 2 * key_dim, 2 * key_dim + values]
+    *qkv, gate = (part.reshape(-1, array.shape[-1]) for part in np.split(heads, bounds, 1))
+    yield f"{prefix}in_proj_qkv.weight", np.concatenate(qkv)
+    yield f"{prefix}in_proj_z.weight", gate
+
+
+def _by_last_heads(part: str, array: np.ndarray, config: Any) -> np.ndarray:
+    """Orders heads of values: the first of each head of keys, then the second, and so on."""
+    num_keys, dim = config.linear_num_key_heads, config.linear_value_head_dim
+    keys = 2 * num_keys * config.linear_key_head_dim
+
+    def ordered(rows: np.ndarray, width: int) -> np.ndarray:
+        heads = rows.reshape(num_keys, -1, width, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        return np.concatenate([array[:keys], ordered(array[keys:], dim)])
+    if part == "out_proj.weight":
+        return ordered(array.T, dim).T
+    if part == "norm.weight":
+        return array
+    return ordered(array, dim if part == "in_proj_z.weight" else 1)
 
 
 def _apart(model: Any) -> Iterator[tuple[str, np.ndarray]]:

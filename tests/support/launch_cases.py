@@ -17,6 +17,7 @@ from kernels import (
     Activation,
     Cut,
     DrawTable,
+    ExpertScores,
     NormKind,
     RoutingRule,
     RuleTable,
@@ -28,14 +29,17 @@ from kernels.triton import (
     blocks,
     cache,
     experts,
+    latent,
     linear,
     logit_rules,
     pointwise,
     recurrent,
+    routing,
     row_state,
     sampling,
 )
 from kernels.triton.draw_thresholds import find_thresholds
+from tests.support import latent_cases
 from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
 from tests.support.preparation_cases import make_case as preparation_case
@@ -75,6 +79,26 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, **
     case.attend(window, module=attention)
 
 
+def _attend_latent(spans, dtype=BF16, *, is_narrow=False, num_heads=16) -> None:
+    case = attention_case(
+        spans,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=576,
+        value_dim=512,
+        block_size=16,
+        dtype=dtype,
+    )
+    case = case.quantized() if is_narrow else case
+    case.attend(module=attention)
+
+
+def _write_latent(dtype=BF16, *, is_narrow=False) -> None:
+    sizes = {"num_heads": 16, "plain_dim": 128, "latent_dim": 512, "rotary_dim": 64}
+    case = latent_cases.make_case(block_size=16, dtype=dtype, module=latent, **sizes)
+    (latent_cases.quantized(case) if is_narrow else case).run()
+
+
 def _pointwise(dtype=BF16) -> None:
     pointwise.rms_norm(torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
     for kind in NormKind:
@@ -94,16 +118,20 @@ def _pointwise(dtype=BF16) -> None:
 def _experts(rows=1, dtype=BF16) -> None:
     hidden = torch.zeros(rows, 64, dtype=dtype)
     rule, cut = RoutingRule(8, normalizes=True), Cut.whole(128)
-    routing = experts.route_experts(torch.zeros(rows, 129, dtype=dtype)[:, :128], rule, cut)
+    routed = routing.route_experts(torch.zeros(rows, 129, dtype=dtype)[:, :128], rule, cut)
+    grouped = RoutingRule(
+        8, ExpertScores.SIGMOID, normalizes=True, num_groups=8, top_groups=4, group_terms=2
+    )
+    routing.route_experts(torch.zeros(rows, 128), grouped, cut, torch.zeros(128))
     up, down = (
-        reference.make_expert_weight(128, *shape, dtype, CPU, use)
+        reference.make_weight_stack(128, *shape, dtype, CPU, use)
         for shape, use in (((64, 64), WeightUse.GATED_LINEAR), ((64, 32), WeightUse.LINEAR))
     )
-    wide = experts.expert_linear(hidden, up, routing, gathers=True)
-    outputs = experts.expert_linear(wide, down, routing, up.data[:, :, 0], gathers=False)
+    wide = experts.expert_linear(hidden, up, routed, gathers=True)
+    outputs = experts.expert_linear(wide, down, routed, up.data[:, :, 0], gathers=False)
     shared, gate = torch.zeros(rows, 64), torch.zeros(rows, 1, dtype=dtype)
     experts.combine_experts(
-        outputs, routing, shared=shared, shared_gate=gate, residual=hidden, out_dtype=FP32
+        outputs, routed, shared=shared, shared_gate=gate, residual=hidden, out_dtype=FP32
     )
 
 
@@ -228,6 +256,12 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prompts, 8 bits": partial(_attend, PROMPTS, is_narrow=True),
     "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
     "prompts, float32": partial(_attend, PROMPTS, FP32),
+    "decode, latent": partial(_attend_latent, DECODE),
+    "decode, latent, 8 bits": partial(_attend_latent, DECODE, is_narrow=True),
+    "decode, latent, float32": partial(_attend_latent, DECODE, FP32),
+    "prompts, latent": partial(_attend_latent, PROMPTS, num_heads=128),
+    "write latent": _write_latent,
+    "write latent, 8 bits, float16": partial(_write_latent, FP16, is_narrow=True),
     "draws": _draws,
     "thresholds": _thresholds,
     "rules": _rules,

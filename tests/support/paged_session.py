@@ -76,6 +76,7 @@ class PagedSession:
             block_size=BLOCK_SIZE,
             head_dim=model.head_dim,
             dtype=kv_dtype or model.dtype,
+            num_parts=model.num_kv_parts,
         )
         # Bytes of ones are NaN in every type.
         blocks = torch.full((num_blocks, layout.block_bytes), 0xFF, dtype=torch.uint8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import Activation, Cut, ExpertScores, RoutingRule, reference
-from kernels.triton import experts
+from kernels.triton import experts, routing
 from tests.support.devices import DEVICE
 from tests.support.expert_cases import (
     CUTS,
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = SimpleNamespace(
-    make_expert_weight=reference.make_expert_weight,
-    route_experts=experts.route_experts,
+    make_weight_stack=reference.make_weight_stack,
+    route_experts=routing.route_experts,
     expert_linear=experts.expert_linear,
     combine_experts=experts.combine_experts,
 )
@@ -34,7 +34,7 @@ def routing_of(rows, num_experts, top_k, cut=None):
     return OPS.route_experts(logits, RoutingRule(top_k), cut or Cut.whole(num_experts))
 
 
-@pytest.mark.parametrize(("shape", "cut"), [*zip(RULES, [*CUTS, CUTS[0]], strict=True)])
+@pytest.mark.parametrize(("shape", "cut"), [*zip(RULES, [*CUTS, *CUTS], strict=True)])
 def test_rows_choose_the_experts_with_the_highest_scores(shape, cut):
     for rows, dtype in zip([0, 1, 9], DTYPES, strict=True):
         check_slots(OPS, shape[0], RULES[shape], rows, dtype, DEVICE, cut)

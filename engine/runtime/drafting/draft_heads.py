@@ -280,14 +280,14 @@ class EagleDrafter(_HeadDrafter):
         self._reached.clear()
 
     def _start(self, job: ProposalJob, tokens: tuple[int, ...]) -> _HeadsRun:
-        """Finds the head's position: it goes on if it has seen all tokens before the step's."""
+        """Finds the head's position: it goes on if it has seen the states of all tokens before the
+        last known one. A served model with states runs accepted draft tokens again, so there may
+        be several known tokens.
+        """
         chunk, start = job.chunk, 0
         reached = self._reached.get(chunk.row)
-        if (
-            reached is not None
-            and chunk.num_tokens - chunk.num_drafts == 1
-            and job.work.first == chunk.start_position == reached.served
-        ):
+        is_same = job.work.first == chunk.start_position  # as the sequence drafted for last
+        if reached is not None and is_same and reached.served == chunk.end - 1:
             start = reached.own
         num_places = self._max_blocks * self._layout.block_size
         if start + len(tokens) + job.work.num_proposals > num_places:

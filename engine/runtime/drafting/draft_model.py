@@ -87,7 +87,9 @@ class _LastRun:
 
     Attributes:
         position: of the first of `tokens`; -1 if there are none.
-        tokens: the last known token, and the draft tokens after it, but for the last one.
+        tokens: the tokens that the step has drawn, and the draft tokens after them, but for the
+            last one. The next step may begin at any drawn one: a served model with states runs
+            accepted draft tokens again.
         num_digested: number of the sequence's tokens that `digest` is of.
         digest: of the sequence up to the end of a block.
     """
@@ -139,6 +141,8 @@ class DraftModel(Drafter):
             load_format=config.load_format,
             weights_folder=config.weights_folder,
             max_model_len=info.max_model_len,
+            why_no_states="the model of --speculative-config must have none: a draft model keeps "
+            "no states",
         )
         _check_fits(name, loaded, served, info.max_model_len)
         self._finds_blocks = config.enable_prefix_caching
@@ -149,6 +153,7 @@ class DraftModel(Drafter):
             block_size=config.block_size,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,
+            num_parts=loaded.num_kv_parts,
         )
         self.block_bytes = self._layout.block_bytes
         self._rows = Rows(1, config.max_running, self._max_blocks)
@@ -206,8 +211,9 @@ class DraftModel(Drafter):
         digests = _block_digests(tokens if has_digest else (), size, last.digest)
         blocks = job.table[work.first // size :][: len(digests)]
         num_run = size * _num_leading(self._digest_of_block[blocks] == digests)
-        if work.first == last.position:
-            num_run = max(num_run, num_leading_equal(last.tokens, tokens))
+        if last.position <= work.first:
+            known = last.tokens[work.first - last.position :]
+            num_run = max(num_run, num_leading_equal(known, tokens))
         num_run = min(num_run, len(tokens) - (work.num_proposals > 0))
         run = _Run(job, work.first, tokens, num_run, digests)
         # The last draft token is not run.
@@ -219,11 +225,12 @@ class DraftModel(Drafter):
     def _note_run(self, run: _Run) -> None:
         """Notes the tokens that the model has run for a sequence."""
         size, num_digests = self._layout.block_size, len(run.digests)
+        position = min(run.job.chunk.end, run.first + len(run.tokens))
         if num_digests:
             self._digest_of_block[run.job.table[run.first // size :][:num_digests]] = run.digests
         self._last_runs[run.row] = _LastRun(
-            position=run.first + len(run.tokens) - 1,
-            tokens=(*run.tokens[-1:], *run.draft_tokens[:-1]),
+            position=position,
+            tokens=(*run.tokens[position - run.first :], *run.draft_tokens[:-1]),
             num_digested=run.first + num_digests * size,
             digest=int(run.digests[-1]) if num_digests else 0,
         )

@@ -32,7 +32,6 @@ from engine.runtime.steps.stage_steps import DeviceStageSteps, StageSteps
 from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
 from engine.runtime.weights.loader import LoadedModel, load_model
-from engine.validation import why_no_states
 from kernels import EngineRanks
 from kvstore.mover.pool_objects import view_blocks
 
@@ -134,13 +133,13 @@ class Launcher:
             weights_folder=config.weights_folder,
             part=part,
             max_model_len=config.max_model_len,
-            why_no_states=why_no_states(config),
+            why_no_states="",
         )
         model = self._loaded.model.config
         layer_groups = group_layers(self._loaded.sliding_windows, model.recurrent_layers)
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self._info = _model_info(self._loaded, layer_groups, config)
-        self._layout = self._info.layout
+        self._layout, self._states = self._info.layout, self._info.states
         if ranks is not None:
             self._join(ranks)
         self._drafter = _make_drafter(
@@ -157,7 +156,7 @@ class Launcher:
         )
 
     def _join(self, ranks: EngineRanks) -> None:
-        """Takes this rank's share of the blocks, and checks that the other ranks run the same."""
+        """Takes this rank's share of blocks and slots, and checks that all ranks run the same."""
         if self._loaded.dtype == "float16":  # whose products are rounded too early
             raise ConfigurationError(
                 f"the engine has {ranks.size} ranks; --dtype float16 works with 1 only: use "
@@ -165,6 +164,8 @@ class Launcher:
             )
         share = share_of(ranks.rank, ranks, self._layout.num_kv_heads)
         self._layout = share.layout_of(self._layout)
+        if self._states is not None:
+            self._states = share.states_of(self._states)
         check_same_engine(ranks, self._config, self._info)
 
     def launch(self) -> LaunchedModel:
@@ -201,6 +202,7 @@ class Launcher:
             self._config,
             self._make_steps,
             self._layout,
+            self._states,
             self._info,
             self._device,
             num_spare_blocks=self._steps_type.num_spare_blocks,
@@ -220,6 +222,7 @@ class Launcher:
             self._config,
             self._info,
             self._layout,
+            self._states,
             self._device,
             free_bytes=free_bytes,
             num_spare_blocks=self._steps_type.num_spare_blocks,

@@ -31,7 +31,7 @@ from engine.runtime.state_pool import (
     num_region_blocks,
 )
 from kernels import EngineRanks
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout
 
 __all__ = ["Pools"]
 
@@ -70,6 +70,7 @@ class Pools:
         config: EngineConfig,
         info: ModelInfo,
         layout: KvLayout,
+        states: StateLayout | None,
         device: torch.device,
         *,
         free_bytes: int | None,
@@ -84,6 +85,7 @@ class Pools:
             config: the flags.
             info: the whole model's facts.
             layout: of a block of this rank.
+            states: of a slot of this rank; None for a model without states.
             device: where the pool is.
             free_bytes: bytes left on a GPU; None on a CPU.
             num_spare_blocks: blocks that steps need behind those of the pool.
@@ -98,7 +100,7 @@ class Pools:
         if ranks is not None:
             num_bytes = least_of_all(ranks, num_bytes // _MEBIBYTE, device) * _MEBIBYTE
         draft_block_bytes = drafter.block_bytes if drafter else 0
-        is_on_cpu, states = free_bytes is None, info.states
+        is_on_cpu = free_bytes is None
         max_blocks = config.max_num_seqs * spec.blocks_for(max_len) if is_on_cpu else None
         num_slots = decide_num_slots(
             config, states, layout.block_bytes + draft_block_bytes, num_bytes, max_blocks
@@ -117,7 +119,7 @@ class Pools:
         )
         num_host_blocks = decide_num_host_blocks(config, layout, num_blocks, device, plan)
         if ranks is not None:
-            check_same_pools(ranks, num_blocks, num_host_blocks)
+            check_same_pools(ranks, num_blocks, num_host_blocks, num_slots)
         whole = allocate_pool(num_blocks + num_state_blocks + num_spare_blocks, layout, device)
         kernels.copy_blocks(whole[:num_blocks], ((0, num_blocks - 1),))  # compiles it
         host = allocate_host_pool(num_host_blocks, layout, device)

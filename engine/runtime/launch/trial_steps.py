@@ -14,7 +14,7 @@ from engine.runner import ModelInfo
 from engine.runtime.kv_pool import DeviceMemory, allocate_pool
 from engine.runtime.state_pool import StateMemory, num_region_blocks
 from engine.runtime.steps.steps import Steps
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout
 
 __all__ = ["TrialSteps"]
 
@@ -31,6 +31,7 @@ class TrialSteps:
         config: the flags.
         make_steps: makes the steps over a pool, with the slots in it.
         layout: of a block of the pool.
+        states: of a slot; None for a model without states.
         info: the model's properties.
         device: where the model is.
         num_spare_blocks: blocks that the steps need behind those of the pool.
@@ -41,6 +42,7 @@ class TrialSteps:
         config: EngineConfig,
         make_steps: Callable[[torch.Tensor, StateMemory | None], Steps],
         layout: KvLayout,
+        states: StateLayout | None,
         info: ModelInfo,
         device: torch.device,
         *,
@@ -48,7 +50,7 @@ class TrialSteps:
     ) -> None:
         self._config = config
         self._make_steps = make_steps
-        self._layout = layout
+        self._layout, self._states = layout, states
         self._device = device
         self._info = info
         self._num_spare_blocks = num_spare_blocks
@@ -133,7 +135,7 @@ class TrialSteps:
         """Returns a pool of one block for all KV of dummy steps, one slot for all states, and the
         steps' spare ones.
         """
-        states, num_spare = self._info.states, self._num_spare_blocks
+        states, num_spare = self._states, self._num_spare_blocks
         num_state_blocks = num_region_blocks(states, self._layout, 1 + num_spare)
         num_blocks = 1 + num_state_blocks + num_spare
         pool = allocate_pool(num_blocks, self._layout, self._device)

@@ -8,6 +8,7 @@ import kernels
 from baton.common.container_limits import LimitsShare, plan_threads
 from baton.common.machine_limits import private_bytes, read_memory
 from engine.config import EngineConfig
+from engine.models.config import ModelConfig
 from engine.runtime.draws.logprobs import part_bytes
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.weights.loader import LoadedModel
@@ -16,7 +17,7 @@ from kvstore.mover.staging import staging_bytes
 from kvstore.registry import memory_bytes
 from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
-__all__ = ["plan_memory", "start_threads", "step_bytes"]
+__all__ = ["layer_bytes", "plan_memory", "start_threads", "step_bytes"]
 
 _FLOAT_BYTES = 4
 _COPIES = 2
@@ -105,12 +106,21 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """
     model = loaded.model.config
     itemsize: int = getattr(torch, loaded.dtype).itemsize
-    heads = 3 * model.num_heads + 2 * model.num_kv_heads
-    width = 4 * model.hidden_size + heads * model.head_dim + 2 * model.mlp_size
-    hidden = _COPIES * config.max_num_batched_tokens * width * itemsize
-    hidden += _COPIES * model.workspace_bytes(config.max_num_batched_tokens, itemsize)
+    hidden = _COPIES * layer_bytes(model, config.max_num_batched_tokens, itemsize)
     num_rows = config.max_running * (1 + config.max_drafts)
     of_prompts = min(part_bytes(), config.max_num_batched_tokens * model.vocab_size * _FLOAT_BYTES)
     logits = _COPIES_OF_LOGITS * max(num_rows * model.vocab_size * _FLOAT_BYTES, of_prompts)
     rules = config.max_running * (config.max_model_len or model.max_model_len) * _FLOAT_BYTES
     return hidden + logits + rules
+
+
+def layer_bytes(model: ModelConfig, num_tokens: int, itemsize: int) -> int:
+    """Returns an upper bound of the memory of a layer's inputs and results.
+
+    Args:
+        model: the model's shape.
+        num_tokens: number of tokens of the step.
+        itemsize: bytes of an element.
+    """
+    width = 4 * model.hidden_size + model.mixer_size + 2 * model.mlp_size
+    return num_tokens * width * itemsize + model.workspace_bytes(num_tokens, itemsize)

@@ -13,7 +13,7 @@ from engine.config import DTYPES
 from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.layers import CausalModel
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.registry import ModelFamily, family_of_config
+from engine.models.registry import ModelFamily, family_of_config, text_config_of
 from engine.runtime.weights.checkpoint import Checkpoint, one_line
 from engine.runtime.weights.stored_tensors import first_float_dtype
 
@@ -57,7 +57,8 @@ def read_eos_token_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ..
 def _stated_ids(checkpoint: Checkpoint) -> list[int]:
     """Returns the ids that the first file with such an entry states."""
     generation = checkpoint.read_json(_GENERATION_CONFIG)
-    for name, fields in ((_GENERATION_CONFIG, generation), (_CONFIG, checkpoint.config)):
+    own = text_config_of(checkpoint.config)
+    for name, fields in ((_GENERATION_CONFIG, generation), (_CONFIG, own)):
         if fields.get(_FIELD) is not None:
             return _token_ids(fields[_FIELD], str(checkpoint.files.locate(name)))
     return []
@@ -107,8 +108,9 @@ class DescribedModel:
             ConfigurationError: the family is unknown, or a field has an unsupported value.
         """
         with _config_errors(checkpoint):
-            family = family_of_config(checkpoint.config)
-            fields = ConfigFields(checkpoint.config, family.model_type)
+            described = text_config_of(checkpoint.config)
+            family = family_of_config(described)
+            fields = ConfigFields(described, family.model_type)
             config = family.read_config(fields)
             return cls(
                 checkpoint,

@@ -6,26 +6,27 @@ model computes in, and the rows under way; never the whole in another type.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import gguf
 import numpy as np
 import torch
 
+from baton.common.model_files.gguf.architecture import TensorOrder
 from baton.common.model_files.gguf.architectures import architecture_of
-from baton.common.model_files.gguf.config import config_json
 from baton.common.model_files.gguf.header import GgufHeader, GgufTensor
 from baton.common.model_files.gguf.rope import FACTOR_TENSORS
+from baton.common.model_files.gguf.values import HeaderValues
 
 __all__ = ["GgufWeights"]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in the cache
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_ROTATED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,8})\.)?(.+?)(\.weight|\.bias)?")
+_UNCHANGED = TensorOrder()
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -35,14 +36,19 @@ class _Place:
     """Where a checkpoint's tensor lies in a GGUF file.
 
     Attributes:
-        name: name of the file's tensor.
+        names: names of the file's tensors, whose rows follow each other.
         shape: shape of the checkpoint's tensor.
         first: number of elements before it in the file's tensor.
     """
 
-    name: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     first: int = 0
+
+    @property
+    def columns(self) -> int:
+        """The number of elements of a row."""
+        return math.prod(self.shape[1:])
 
 
 class GgufWeights:
@@ -62,13 +68,19 @@ class GgufWeights:
         self._header = header
         self._dtype = dtype
         self._architecture = architecture_of(header)
-        self._head_dim: int = config_json(header)["head_dim"]
-        self._data = np.memmap(file, mode="r")
+        values = HeaderValues(header, header.metadata["general.architecture"])
+        self._orders = self._architecture.orders(values)
+        drafting = range(values.num_layers, values.num_blocks)
+        self._data: dict[Path, _Bytes] = {}
         self._places: dict[str, _Place] = {}
         for name, tensor in header.tensors.items():
-            if tensor.file == file and name not in FACTOR_TENSORS:
+            layer = _name_of(name).layer
+            is_used = name not in FACTOR_TENSORS and layer not in drafting
+            if tensor.file == file and is_used:
                 self._check(name)
                 self._places |= self._places_of(name, tensor)
+        for place in self._places.values():
+            self._check_order(place)
 
     def __enter__(self) -> Self:
         return self
@@ -91,65 +103,103 @@ class GgufWeights:
     def _read_part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Reads and dequantizes some rows, and returns the part of them that `index` names."""
         place = self._places[name]
-        rows, type_id = self._rows(place), self._header.tensors[place.name].type_id
         order = self._order_of_rows(place)
-        offset = self._architecture.norm_offset if _is_norm(place.name) else 0
-        selected = range(len(rows))[index[0]]
-        columns = math.prod(place.shape[1:])
-        result = torch.empty(len(selected), columns, dtype=self._dtype)
-        step = max(1, _PIECE_ELEMENTS // columns)
+        columns = self._order_of(place.names[0]).columns
+        selected = range(place.shape[0])[index[0]]
+        result = torch.empty(len(selected), place.columns, dtype=self._dtype)
+        step = max(1, _PIECE_ELEMENTS // place.columns)
         for start in range(0, len(selected), step):
             part = slice(selected.start + start, min(selected.start + start + step, selected.stop))
-            piece = rows[part] if order is None else rows[order[part]]
-            numbers = _dequantize(piece, type_id)
-            if offset:
-                numbers -= offset
-            result[start : start + step] = numbers.view(-1, columns)
+            rows = self._read_rows(place, part if order is None else order[part])
+            result[start : start + step] = rows[:, columns] if columns else rows
         return result.view(len(selected), *place.shape[1:])[(slice(None), *index[1:])]
+
+    def _read_rows(self, place: _Place, rows: slice | _Numbers) -> torch.Tensor:
+        """Returns rows of a place's tensors in the file as the checkpoint's numbers."""
+        if isinstance(rows, slice) or len(place.names) == 1:  # a place with several has an order
+            return self._dequantize(place.names[0], self._rows(place)[rows], place.columns)
+        numbers = torch.empty(len(rows), place.columns)
+        first = 0
+        for name in place.names:
+            shape = self._header.tensors[name].shape
+            (here,) = np.nonzero((rows >= first) & (rows < first + shape[0]))
+            if len(here):
+                stored = self._rows(_Place((name,), shape))[rows[here] - first]
+                numbers[here] = self._dequantize(name, stored, place.columns)
+            first += shape[0]
+        return numbers
+
+    def _dequantize(self, name: str, rows: _Bytes, columns: int) -> torch.Tensor:
+        """Returns the numbers of rows of one of the file's tensors, as the checkpoint has them."""
+        numbers = _dequantize(rows, self._header.tensors[name].type_id)
+        part = _name_of(name).part
+        if part.endswith("norm") and part not in self._architecture.plain_norms:
+            numbers -= self._architecture.norm_offset
+        convert = self._architecture.conversions.get(part)
+        return (numbers if convert is None else convert(numbers)).view(-1, columns)
 
     def _rows(self, place: _Place) -> _Bytes:
         """Returns the stored bytes, `[rows, bytes per row]`; a vector has a row per element."""
-        tensor = self._header.tensors[place.name]
+        tensor = self._header.tensors[place.names[0]]
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
-        row_bytes = math.prod(place.shape[1:]) // block * block_bytes
+        row_bytes = place.columns // block * block_bytes
         start = tensor.offset + place.first // block * block_bytes
         end = start + place.shape[0] * row_bytes
-        return self._data[start:end].reshape(place.shape[0], row_bytes)
+        return self._bytes_of(tensor.file)[start:end].reshape(place.shape[0], row_bytes)
+
+    def _bytes_of(self, file: Path) -> _Bytes:
+        if file not in self._data:
+            self._data[file] = np.memmap(file, mode="r")
+        return self._data[file]
 
     def _places_of(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, _Place]]:
         """Yields the checkpoint's name and the place of each tensor that one of the file has."""
-        stem, _, suffix = name.rpartition(".")
-        layer = _LAYER.fullmatch(stem)
-        names = self._architecture.layer_names if layer else self._architecture.model_names
-        part = layer[2] if layer else stem
-        whole = names.get(f"{part}.{suffix}")
+        layer, part, suffix = _name_of(name)
+        if any(part in parts for parts in self._architecture.joined.values()):
+            return  # `_joined_shape` finds it
+        in_layer = layer is not None
+        names = self._architecture.layer_names if in_layer else self._architecture.model_names
+        whole = names.get(f"{part}{suffix}")
         if whole is None and part in names:
-            whole = f"{names[part]}.{suffix}"
+            whole = f"{names[part]}{suffix}"
         if whole is None:  # the model has no such tensor
-            yield name, _Place(name, tensor.shape)
+            yield name, _Place((name,), tensor.shape)
             return
         shape, axis = tensor.shape, self._architecture.new_axes.get(part)
         if axis is not None and len(shape) <= axis + 1:
             shape = (*shape[:axis], 1, *shape[axis:])
-        known = f"model.layers.{layer[1]}.{whole}" if layer else whole
-        if "{expert}" not in known:
-            yield known, _Place(name, shape)
+        known = f"model.layers.{layer}.{whole}" if in_layer else whole
+        if "{expert}" in known:
+            for expert in range(shape[0]):
+                place = _Place((name,), shape[1:], expert * math.prod(shape[1:]))
+                yield known.replace("{expert}", str(expert)), place
             return
-        for expert in range(shape[0]):
-            place = _Place(name, shape[1:], expert * math.prod(shape[1:]))
-            yield known.replace("{expert}", str(expert)), place
+        joined = self._architecture.joined.get(part, ())
+        others = [f"blk.{layer}.{other}{suffix}" for other in joined]
+        yield known, _Place((name, *others), self._joined_shape(shape, others))
+
+    def _joined_shape(self, shape: tuple[int, ...], others: Sequence[str]) -> tuple[int, ...]:
+        """Returns the shape of a tensor with the rows of others."""
+        for name in others:
+            other = self._header.tensors.get(name)
+            if other is None:
+                raise self._header.refuse(f"it has no tensor {name}")
+            if other.shape[1:] != shape[1:]:
+                raise self._header.refuse(f"tensor {name} has shape {list(other.shape)}")
+            self._check(name)
+            shape = (shape[0] + other.shape[0], *shape[1:])
+        return shape
+
+    def _order_of(self, name: str) -> TensorOrder:
+        return self._orders.get(_name_of(name).part, _UNCHANGED)
 
     def _order_of_rows(self, place: _Place) -> _Numbers | None:
-        """Returns the file's row of each row of the tensor; None if they have the same order.
-
-        Row 2i of a head in the file is row i of the head's first half; row 2i + 1 is row i of
-        its second half.
-        """
-        if not self._is_in_order_of_pairs(place.name):
+        """Returns the file's row of each row of the tensor; None if they have the same order."""
+        rows = self._order_of(place.names[0]).rows or range(1)
+        if len(rows) == len(place.names) == 1:
             return None
-        num_rows = place.shape[0]
-        pairs = np.arange(num_rows).reshape(-1, self._head_dim // 2, 2)
-        return pairs.swapaxes(1, 2).reshape(num_rows)
+        groups = np.arange(place.shape[0]).reshape(-1, len(rows))
+        return groups[:, np.array(rows)].reshape(-1)
 
     def _check(self, name: str) -> None:
         tensor = self._header.tensors[name]
@@ -157,12 +207,17 @@ class GgufWeights:
         shape, columns = list(tensor.shape), math.prod(tensor.shape[1:])
         if 0 in shape or ([1, *shape[1:]][-1]) % block:
             raise self._header.refuse(f"tensor {name} has shape {shape}, which its type has not")
-        if self._is_in_order_of_pairs(name) and shape[0] % self._head_dim:
-            raise self._header.refuse(
-                f"tensor {name} has shape {shape}; the width of a head is {self._head_dim}"
-            )
-        if tensor.offset + shape[0] * columns // block * block_bytes > len(self._data):
+        num_bytes = shape[0] * columns // block * block_bytes
+        if tensor.offset + num_bytes > len(self._bytes_of(tensor.file)):
             raise self._header.refuse(f"it ends within tensor {name}")
+
+    def _check_order(self, place: _Place) -> None:
+        name, order = place.names[0], self._order_of(place.names[0])
+        found = f"tensor {name} has shape {list(place.shape)}"
+        if place.shape[0] % (len(order.rows) or 1):
+            raise self._header.refuse(f"{found}; its rows come in groups of {len(order.rows)}")
+        if order.columns and place.columns != len(order.columns):
+            raise self._header.refuse(f"{found}; the model has {len(order.columns)} columns")
 
     def _check_type(self, name: str, type_id: int) -> tuple[int, int]:
         """Returns how many elements a block of a type has, and how many bytes."""
@@ -177,14 +232,27 @@ class GgufWeights:
             ) from None
         return block, block_bytes
 
-    def _is_in_order_of_pairs(self, name: str) -> bool:
-        """Whether the elements that the rotary embedding pairs follow each other."""
-        return self._architecture.has_pairs and _ROTATED.fullmatch(name) is not None
+
+class _Name(NamedTuple):
+    """The parts of a tensor's name in a file.
+
+    Attributes:
+        layer: number of the layer; None outside of layers.
+        part: what the tensor is.
+        suffix: `.weight`, `.bias` or nothing.
+    """
+
+    layer: int | None
+    part: str
+    suffix: str
 
 
-def _is_norm(name: str) -> bool:
-    """Whether a file's tensor is the weight of a norm."""
-    return name.endswith("norm.weight")
+def _name_of(name: str) -> _Name:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return _Name(None, name, "")
+    layer, part, suffix = match.groups()
+    return _Name(None if layer is None else int(layer), part, suffix or "")
 
 
 def _dequantize(rows: _Bytes, type_id: int) -> torch.Tensor:

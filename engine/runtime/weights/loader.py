@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
+from engine.kv_cache.spec import group_layers
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import TensorPart, WeightTarget
+from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
@@ -73,11 +74,12 @@ class LoadedModel:
         sliding_windows: per layer, the number of tokens a query sees, itself
             included; None for all.
         num_kv_heads: number of heads of the KV cache.
-        head_dim: width of a head.
+        head_dim: width of a head of the KV cache.
         dtype: type of weights and activations: "float32", "bfloat16" or "float16".
         tokenizer_digest: of the tokenizer's vocabulary; empty if it cannot be compared.
         weight_bytes: size of the weights of the part that was loaded.
         shares_weights: whether other processes may have the same memory for them.
+        num_kv_parts: 2 if the KV cache has K and V, 1 if it has latent vectors.
     """
 
     model: CausalModel
@@ -92,6 +94,7 @@ class LoadedModel:
     tokenizer_digest: str = ""
     weight_bytes: int = 0
     shares_weights: bool = False
+    num_kv_parts: int = 2
 
 
 def load_model(
@@ -140,10 +143,13 @@ def load_model(
     whole, stored = described.build(), None
     if not is_dummy:
         stored = StoredTensors(entries, open_file, whole, weights_dtype)
-        if whole.config.tie_word_embeddings and not stored.tie_head(whole.embedding_tensor):
+        tensors = whole.embedding_tensor, whole.head_tensor
+        if whole.config.tie_word_embeddings and not stored.tie_head(*tensors):
             described = described.untied()
             whole = described.build()
     model = whole if part == WHOLE_MODEL else described.build(part)
+    layer_groups = group_layers(model.config.sliding_windows, model.config.recurrent_layers)
+    layer_groups.slots_of(part.stage, part.num_stages)  # refuses stages of unequal parts
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     shares_weights = weights_folder is not None and device.type == "cpu"
@@ -180,6 +186,7 @@ def load_model(
         tokenizer_digest=checkpoint.files.tokenizer_digest(),
         weight_bytes=weight_bytes,
         shares_weights=shares_weights,
+        num_kv_parts=model.config.num_kv_parts,
     )
 
 
@@ -224,8 +231,9 @@ def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device)
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.allocate(dtype, device)
+        own_dtype = module.parameter_dtype if isinstance(module, StoredModule) else None
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            memory = torch.empty(parameter.shape, dtype=own_dtype or dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -6,9 +6,12 @@ weights are stored, these two.
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,14 +38,33 @@ OpenFile = Callable[[Path], Any]
 # By safetensors' names of types.
 _FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BYTES = "U8"  # of numbers in 4 bits, and their scales
-# Constants of the code that wrote a checkpoint, a value head from training, scales for KV in eight
-# bits, which Baton measures itself, and layers that draft tokens (Qwen3-Next), which it does not
-# run.
+# Constants of the code that wrote a checkpoint, a value head from training, and scales for KV in
+# eight bits, which Baton measures itself.
 _WITHOUT_EFFECT = re.compile(
-    r"(^|\.)(rotary_emb\..+|position_ids|decoder\.version|attn\.(masked_)?bias|v_head\..+"
-    r"|(q|k|v|kv|prob)_scale|mtp\..+)$"
+    r"(^|\.)(rotary_emb\..+|position_ids|decoder\.version|(attn|attention)\.(masked_)?bias"
+    r"|v_head\..+|(q|k|v|kv|prob)_scale)$"
 )
+# The text part of a model that reads images too may have a component of its own in names.
+_TEXT_PART = re.compile(r"^(model\.)?language_model\.")
 _COMPARED_ROWS = 4096
+
+
+class _Unused(Enum):
+    """Parts of checkpoints that are not used. The values are for warnings, with a place for the
+    number of layers.
+    """
+
+    BEYOND = "layers beyond num_hidden_layers {}, which are not used"
+    DRAFTS = "layers that draft tokens, which are not used"
+    IMAGES = "the part that reads images, which is not used: only text is served"
+
+
+_UNUSED_PARTS: Mapping[_Unused, re.Pattern[str]] = MappingProxyType(
+    {
+        _Unused.DRAFTS: re.compile(r"(^|\.)mtp\."),
+        _Unused.IMAGES: re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\."),
+    }
+)
 
 _logger = logging.getLogger("baton.engine")
 
@@ -86,32 +108,28 @@ class StoredTensors:
     ) -> None:
         self._open_file, self._dtype = open_file, dtype
         self._entries: dict[str, StoredEntry] = {}
-        names = _Names(model)
-        skipped = []
+        names, unused = _Names(model), Counter[tuple[Path, _Unused]]()
         for entry in entries:
             name = names.find(entry)
-            if name is not None:
+            if isinstance(name, str):
                 self._add(name, entry)
-            elif not is_without_effect(entry.name):
-                skipped.append(entry)
-        if skipped:
-            _logger.warning(
-                "%s has %d tensors of layers beyond num_hidden_layers %d, which are not used",
-                skipped[0].file.parent,
-                len(skipped),
-                model.config.num_layers,
-            )
+            elif name is not None:
+                unused[entry.file.parent, name] += 1
+        for (folder, part), count in unused.items():
+            text = part.value.format(model.config.num_layers)
+            _logger.warning("%s has %d tensors of %s", folder, count, text)
 
-    def tie_head(self, embedding: str) -> bool:
+    def tie_head(self, embedding: str, head_tensor: str) -> bool:
         """Makes the output head's tensor that of the embedding, unless both are stored and differ.
 
         Args:
             embedding: name of the embedding's tensor.
+            head_tensor: name of the output head's tensor.
 
         Returns:
             Whether one tensor is for both.
         """
-        table, head = self._entries.get(embedding), self._entries.get(OUTPUT_HEAD)
+        table, head = self._entries.get(embedding), self._entries.get(head_tensor)
         if head is None:
             return True
         if table is not None and not self._are_equal(table, head):
@@ -123,7 +141,7 @@ class StoredTensors:
                 head.name,
             )
             return False
-        del self._entries[OUTPUT_HEAD]
+        del self._entries[head_tensor]
         self._entries.setdefault(embedding, head)
         return True
 
@@ -182,25 +200,33 @@ class _Names:
     """
 
     def __init__(self, model: CausalModel) -> None:
-        self._known: Set[str] = model.checkpoint_tensors().keys() | {OUTPUT_HEAD}
-        prefix = model.checkpoint_prefix
-        self._first_part = prefix.partition(".")[0] + "."
-        inner = prefix.removeprefix(self._first_part)
-        layers = f"({re.escape(self._first_part)})?{re.escape(inner)}{model.layers_name}"
+        self._known: Set[str] = model.checkpoint_tensors().keys() | {model.head_tensor}
+        self._head = model.head_tensor
+        stem, _, inner = model.layers_path.partition(".")
+        self._first_part = f"{stem}."
+        layers = f"({re.escape(self._first_part)})?{re.escape(inner)}"
         self._layer = re.compile(rf"{layers}\.([0-9]{{1,9}})\.")
         self._num_layers = model.config.num_layers
 
-    def find(self, entry: StoredEntry) -> str | None:
-        """Returns the model's name for a tensor; None if the model does not need it.
+    def find(self, entry: StoredEntry) -> str | _Unused | None:
+        """Returns the model's name for a tensor, or the part of a checkpoint that it belongs to;
+        None if it has no effect.
 
         Raises:
             ConfigurationError: the model does not have it, and it may have an effect.
         """
-        for candidate in (entry.name, self._first_part + entry.name):
+        name = _TEXT_PART.sub(r"\1", entry.name)
+        name = self._head if name == OUTPUT_HEAD else name  # a new name of all families' heads
+        for candidate in (name, self._first_part + name):
             if candidate in self._known:
                 return candidate
-        if is_without_effect(entry.name) or self._is_beyond(entry.name):
+        if is_without_effect(name):
             return None
+        if self._is_beyond(name):
+            return _Unused.BEYOND
+        for part, pattern in _UNUSED_PARTS.items():
+            if pattern.search(name):
+                return part
         raise ConfigurationError(
             f"{entry.file} has tensor {entry.name}, which the model does not have"
         )

@@ -31,10 +31,10 @@ class UnitAttention {
         unit_(unit),
         query_tokens_(plan.tokens.data() + unit.first),
         num_query_tokens_(unit.last - unit.first),
-        group_heads_(job.num_heads / job.num_kv_heads),
+        group_heads_(unit.num_heads),
         num_rows_(num_query_tokens_ * group_heads_),
         head_groups_(groups_of<E>(job.head_dim)),
-        width_(round_up(job.head_dim, kPanelColumns)) {}
+        width_(round_up(job.value_dim, kPanelColumns)) {}
 
   UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory)
       : UnitAttention(job, plan, unit) {
@@ -122,7 +122,7 @@ class UnitAttention {
     const Part& part = tile.part;
     const int32_t* table =
         batch_.block_tables + query_tokens_[part.first].seq * batch_.table_stride;
-    tokens.find_next(job_, unit_.kv_head, {table, part.low, part.end}, tile.start);
+    tokens.find_next(job_, kv_head(), {table, part.low, part.end}, tile.start);
   }
 
   void place_memory(void* memory) {
@@ -145,12 +145,9 @@ class UnitAttention {
   int64_t lowest_seen(int64_t position) const {
     return job_.sliding_window ? std::max<int64_t>(0, position - job_.sliding_window + 1) : 0;
   }
-  int64_t head_of(int64_t row) const {
-    return unit_.kv_head * group_heads_ + row % group_heads_;
-  }
-  int64_t place_in_query(int64_t row, int64_t stride) const {
-    return query_tokens_[row / group_heads_].row * stride + head_of(row) * job_.head_dim;
-  }
+  int64_t kv_head() const { return unit_.first_head * job_.num_kv_heads / job_.num_heads; }
+  int64_t head_of(int64_t row) const { return unit_.first_head + row % group_heads_; }
+  int64_t token_of(int64_t row) const { return query_tokens_[row / group_heads_].row; }
 
   void begin_softmax() {
     softmax_.begin(num_rows_);
@@ -168,7 +165,8 @@ class UnitAttention {
       Operand* operands = queries_ + first * head_groups_;
       for (int row = 0; row < rows; ++row) {
         const Stored* from = static_cast<const Stored*>(job_.query) +
-                             place_in_query(first + row, job_.query_stride);
+                             token_of(first + row) * job_.query_stride +
+                             head_of(first + row) * job_.head_dim;
         for (int64_t group = 0; group < head_groups_; ++group) {
           operands[group * rows + row] = E::operand(from + group * E::kGroup);
         }
@@ -182,7 +180,7 @@ class UnitAttention {
     if (num_tokens == 0) return;  // all positions it attends to are shared
     const int64_t first = part.first * group_heads_, last = part.last * group_heads_;
     if (tile.is_first) pack_query(first, last);
-    if (last - first <= kTileRows && job_.head_dim % kPanelColumns == 0) {
+    if (last - first <= kTileRows && job_.value_dim % kPanelColumns == 0) {
       meet_few(tile.start, first, static_cast<int>(last - first), num_tokens, tokens);
     } else {
       meet_many(tile.start, first, last, num_tokens, tokens);
@@ -206,7 +204,7 @@ class UnitAttention {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
       pack_keys(tokens, token, num_tokens, head_groups_, keys_ + token * head_groups_);
     }
-    pack_values(tokens, num_tokens, job_.head_dim, values_);
+    pack_values(tokens, num_tokens, job_.value_dim, values_);
     for (int64_t row = first; row < last; row += kTileRows) {
       const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, last - row));
       const int64_t num_seen = std::min(num_tokens, position_of(row + rows - 1) + 1 - tile);
@@ -256,13 +254,13 @@ class UnitAttention {
       const float total = sum(load<Floats>(softmax_.sums + row * kLanes));
       const float share = total == 0.0f ? 0.0f : 1.0f / total;
       auto* to = static_cast<Stored*>(job_.out) +
-                 place_in_query(row, job_.num_heads * job_.head_dim);
+                 (token_of(row) * job_.num_heads + head_of(row)) * job_.value_dim;
       const float* from = outputs_ + row * width_;
       int64_t i = 0;
-      for (; i + kLanes <= job_.head_dim; i += kLanes) {
+      for (; i + kLanes <= job_.value_dim; i += kLanes) {
         E::narrow_lanes(to + i, load<Floats>(from + i) * broadcast(share));
       }
-      for (; i < job_.head_dim; ++i) to[i] = E::narrow_one(from[i] * share);
+      for (; i < job_.value_dim; ++i) to[i] = E::narrow_one(from[i] * share);
     }
   }
 
@@ -272,7 +270,7 @@ class UnitAttention {
   const QueryToken* const query_tokens_;
   const int64_t num_query_tokens_, group_heads_, num_rows_;
   const int64_t head_groups_;  // of one head's elements
-  const int64_t width_;        // head_dim in whole panels
+  const int64_t width_;        // value_dim in whole panels
   Operand* queries_;
   float* outputs_;  // [rows][width]
   RunningSoftmax<E> softmax_;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
 constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
+constexpr int64_t kFewestHeads = 8;  // of a unit with a part of a KV head's heads
 
 // Divides a step into units of work.
 class Planner {
@@ -18,6 +19,11 @@ class Planner {
     const int64_t share = batch_.num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
     tokens_per_unit_ =
         std::max<int64_t>(1, std::clamp(share, kFewestUnitRows, kMostUnitRows) / group_heads);
+    // Each part of the heads packs the same K and V again: only for threads without a unit.
+    const int64_t num_units = std::max<int64_t>(1, batch_.num_seqs * job.num_kv_heads);
+    const int64_t num_parts =
+        std::clamp<int64_t>(num_threads / num_units, 1, std::max<int64_t>(1, group_heads / kFewestHeads));
+    heads_per_unit_ = (group_heads + num_parts - 1) / num_parts;
   }
 
   Plan plan() {
@@ -81,8 +87,12 @@ class Planner {
 
   void add_units(int64_t first, int64_t shared_end) {
     const auto last = static_cast<int64_t>(plan_.tokens.size());
-    for (int64_t head = 0; head < job_.num_kv_heads; ++head) {
-      plan_.units.push_back({first, last, head, shared_end});
+    const int64_t group_heads = job_.num_heads / job_.num_kv_heads;
+    for (int64_t group = 0; group < job_.num_heads; group += group_heads) {
+      for (int64_t head = 0; head < group_heads; head += heads_per_unit_) {
+        const int64_t num_heads = std::min(heads_per_unit_, group_heads - head);
+        plan_.units.push_back({first, last, group + head, num_heads, shared_end});
+      }
     }
   }
 
@@ -101,7 +111,7 @@ class Planner {
 
   const PagedAttention& job_;
   const Batch& batch_;
-  int64_t tokens_per_unit_;
+  int64_t tokens_per_unit_, heads_per_unit_;
   std::vector<Sharers> groups_;
   Plan plan_;
 };

@@ -28,7 +28,7 @@ enum class Activation : int64_t {
 // The use of an RMS norm's weight; see kernels.NormKind.
 enum class NormKind : int64_t { kRounded = 0, kWide = 1, kOffset = 2 };
 
-enum class ExpertScores : int64_t { kSoftmax = 0, kSoftmaxOfChosen = 1 };
+enum class ExpertScores : int64_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2 };
 
 enum class Code : int64_t {
   kLinear = 0,
@@ -49,6 +49,8 @@ enum class Code : int64_t {
   kGateRows = 15,
   kGatedDelta = 16,
   kLayerNorm = 17,
+  kHeadLinear = 18,
+  kRotateAndWriteLatent = 19,
 };
 
 // out[m][n] = cap(scale * activation(sum over k of input[m][k] * weight[n][k] + bias[n])) +
@@ -185,6 +187,29 @@ struct RotateAndWriteKv {
   const Batch* batch;
 };
 
+// Rotates the last 2 * rotary_half elements of each head of Q (in place) and of the latent vectors,
+// whose first elements get an RMS norm of the kind kRounded, and writes these into the cache.
+struct RotateAndWriteLatent {
+  ElementType element;
+  void* query;   // [num_tokens, num_heads, query_dim]
+  void* latent;  // [num_tokens, latent_dim + 2 * rotary_half]; overwritten
+  int64_t query_stride;  // from token to token; a token's heads are adjacent
+  int64_t latent_stride;
+  int64_t num_heads;
+  int64_t query_dim;
+  const void* norm;  // [latent_dim]
+  int64_t latent_dim;
+  double eps;
+  const float* cos;  // [num_tokens, rotary_half]
+  const float* sin;
+  int64_t rotary_half;
+  void* cache;  // [num_blocks, 1, 1, block_size, latent_dim + 2 * rotary_half]
+  int64_t block_stride;
+  int64_t slot_stride;
+  int64_t block_size;
+  const Batch* batch;
+};
+
 // Causal grouped-query attention over paged KV (arXiv:2309.06180) with a running softmax
 // (arXiv:2205.14135).
 struct PagedAttention {
@@ -194,9 +219,10 @@ struct PagedAttention {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t value_dim;
   const void* cache;
   int64_t block_stride;
-  int64_t value_offset;
+  int64_t value_offset;  // from K to V; 0 if V is the first elements of K
   int64_t head_stride;
   int64_t slot_stride;
   int64_t block_size;
@@ -204,7 +230,7 @@ struct PagedAttention {
   double soft_cap;         // of scores; 0 for none
   int64_t sliding_window;  // 0 for none
   const void* sinks;       // [num_heads], or null
-  void* out;               // [num_tokens, num_heads, head_dim]
+  void* out;               // [num_tokens, num_heads, value_dim]
   const Batch* batch;
 };
 
@@ -302,7 +328,12 @@ struct RouteExperts {
   int64_t num_experts;
   int64_t top_k;
   ExpertScores scores;
+  const float* bias;  // [num_experts], for the ranking alone; or null
+  int64_t num_groups;
+  int64_t top_groups;
+  int64_t group_terms;
   int64_t normalizes;
+  double scale;
   int64_t rounds;
   int64_t first_expert;
   int64_t end_expert;
@@ -330,6 +361,23 @@ struct ExpertLinear {
   const int32_t* rows;
   const int32_t* starts;
   void* out;  // [num_slots, out_features]
+};
+
+// out[m][h] = input[m][h] * weight[h], then the `num_copied` elements of input[m][h] behind those
+// that are multiplied. Weights of heads follow each other.
+struct HeadLinear {
+  ElementType element;
+  const void* input;  // [num_tokens, num_heads, in_features + num_copied]
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t in_features;
+  const uint32_t* weight;
+  int64_t head_words;  // of a head's weight
+  int64_t out_features;
+  int64_t num_copied;
+  void* out;  // [num_tokens, num_heads, out_features + num_copied]
 };
 
 // out[m] = sum over j of weights[m][j] * outputs[slots[m][j]] + shared[m] * sigmoid(gate[m]) +
@@ -460,5 +508,7 @@ void run(const ShortConv&, Workers&);
 void run(const GateRows&, Workers&);
 void run(const GatedDelta&, Workers&);
 void run(const LayerNorm&, Workers&);
+void run(const HeadLinear&, Workers&);
+void run(const RotateAndWriteLatent&, Workers&);
 
 }  // namespace baton

@@ -1,6 +1,7 @@
 // Mixtures of experts: the choice of each row's experts, and the weighted sum of their outputs.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "commands.h"
@@ -12,6 +13,7 @@ namespace {
 constexpr int64_t kLogitsPerTask = 1024;
 constexpr int64_t kTermsPerTask = 16384;
 constexpr int64_t kColumnsPerTask = 512;
+constexpr float kMinWeightSum = 1e-20f;  // see kernels.MIN_WEIGHT_SUM
 
 using Score = std::pair<float, int64_t>;  // and the number of the expert
 
@@ -31,34 +33,91 @@ void move_highest(Score* scores, int64_t count, int64_t k) {
 }
 
 // Replaces values by their softmax.
-void softmax(Score* scores, int64_t count) {
-  float maximum = scores[0].first;
-  for (int64_t i = 1; i < count; ++i) maximum = std::max(maximum, scores[i].first);
+void softmax(float* values, int64_t count) {
+  const float maximum = *std::max_element(values, values + count);
   float total = 0;
   for (int64_t i = 0; i < count; ++i) {
-    scores[i].first = std::exp(scores[i].first - maximum);
-    total += scores[i].first;
+    values[i] = std::exp(values[i] - maximum);
+    total += values[i];
   }
-  for (int64_t i = 0; i < count; ++i) scores[i].first /= total;
+  for (int64_t i = 0; i < count; ++i) values[i] /= total;
+}
+
+// Memory of a thread for one row.
+struct RowMemory {
+  float* scores;   // [num_experts]
+  Score* ranking;  // [num_experts]
+  Score* groups;   // [num_groups]
+  Score* terms;    // [experts of a group]
+
+  RowMemory(const RouteExperts& job, Scratch& scratch) {
+    ranking = static_cast<Score*>(scratch.reserve(num_bytes(job)));
+    groups = ranking + job.num_experts;
+    terms = groups + job.num_groups;
+    scores = reinterpret_cast<float*>(terms + job.num_experts / job.num_groups);
+  }
+
+  static int64_t num_bytes(const RouteExperts& job) {
+    const int64_t num_scores =
+        job.num_experts + job.num_groups + job.num_experts / job.num_groups;
+    return num_scores * static_cast<int64_t>(sizeof(Score)) +
+           job.num_experts * static_cast<int64_t>(sizeof(float));
+  }
+};
+
+// Replaces the scores of experts outside of the groups with the highest scores by -infinity.
+void keep_highest_groups(const RouteExperts& job, const RowMemory& memory) {
+  const int64_t size = job.num_experts / job.num_groups;
+  for (int64_t group = 0; group < job.num_groups; ++group) {
+    std::copy_n(memory.ranking + group * size, size, memory.terms);
+    move_highest(memory.terms, size, job.group_terms);
+    float total = 0;
+    for (int64_t i = 0; i < job.group_terms; ++i) total += memory.terms[i].first;
+    memory.groups[group] = {total, group};
+  }
+  move_highest(memory.groups, job.num_groups, job.top_groups);
+  for (int64_t i = job.top_groups; i < job.num_groups; ++i) {
+    Score* group = memory.ranking + memory.groups[i].second * size;
+    for (int64_t j = 0; j < size; ++j) group[j].first = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Makes weights of the scores of a row's experts.
+template <class E>
+void weigh(const RouteExperts& job, float* weights) {
+  if (job.scores == ExpertScores::kSoftmaxOfChosen) softmax(weights, job.top_k);
+  float total = kMinWeightSum;
+  for (int64_t i = 0; i < job.top_k; ++i) total += weights[i];
+  for (int64_t i = 0; i < job.top_k; ++i) {
+    if (job.normalizes) weights[i] /= total;
+    weights[i] *= static_cast<float>(job.scale);
+    if (job.rounds) weights[i] = E::widen_one(E::narrow_one(weights[i]));
+  }
 }
 
 // Writes the weights of a row's experts; `slots` gets the experts' numbers.
 template <class E>
-void choose(const RouteExperts& job, int64_t row, Score* scores) {
+void choose(const RouteExperts& job, int64_t row, const RowMemory& memory) {
   const auto* logits =
       static_cast<const typename E::Stored*>(job.logits) + row * job.logits_stride;
-  for (int64_t i = 0; i < job.num_experts; ++i) scores[i] = {E::widen_one(logits[i]), i};
-  const bool is_of_all = job.scores == ExpertScores::kSoftmax;
-  if (is_of_all) softmax(scores, job.num_experts);
-  move_highest(scores, job.num_experts, job.top_k);
-  if (!is_of_all) softmax(scores, job.top_k);
-  float total = 0;
-  for (int64_t i = 0; i < job.top_k; ++i) total += scores[i].first;
-  for (int64_t i = 0; i < job.top_k; ++i) {
-    const float weight = job.normalizes ? scores[i].first / total : scores[i].first;
-    job.weights[row * job.top_k + i] = job.rounds ? E::widen_one(E::narrow_one(weight)) : weight;
-    job.slots[row * job.top_k + i] = static_cast<int32_t>(scores[i].second);
+  float* scores = memory.scores;
+  for (int64_t i = 0; i < job.num_experts; ++i) scores[i] = E::widen_one(logits[i]);
+  if (job.scores == ExpertScores::kSoftmax) softmax(scores, job.num_experts);
+  if (job.scores == ExpertScores::kSigmoid) {
+    for (int64_t i = 0; i < job.num_experts; ++i) scores[i] = 1 / (1 + std::exp(-scores[i]));
   }
+  for (int64_t i = 0; i < job.num_experts; ++i) {
+    memory.ranking[i] = {job.bias ? scores[i] + job.bias[i] : scores[i], i};
+  }
+  if (job.top_groups < job.num_groups) keep_highest_groups(job, memory);
+  move_highest(memory.ranking, job.num_experts, job.top_k);
+  float* weights = job.weights + row * job.top_k;
+  for (int64_t i = 0; i < job.top_k; ++i) {
+    const int64_t expert = memory.ranking[i].second;
+    weights[i] = scores[expert];
+    job.slots[row * job.top_k + i] = static_cast<int32_t>(expert);
+  }
+  weigh<E>(job, weights);
 }
 
 // Sorts the pairs of rows and experts by expert, and replaces experts by slots.
@@ -86,15 +145,15 @@ void assign_slots(const RouteExperts& job, int32_t* next) {
 
 template <class E>
 void run_route(const RouteExperts& job, Workers& workers) {
-  const int64_t num_bytes = job.num_experts * static_cast<int64_t>(sizeof(Score));
+  const int64_t num_bytes = RowMemory::num_bytes(job);
   // Tasks must not throw, so memory is reserved first; each thread has its own.
   for (Scratch& scratch : workers.own) scratch.reserve(num_bytes);
   const int64_t rows_per_task = std::max<int64_t>(1, kLogitsPerTask / job.num_experts);
   const int64_t num_tasks = (job.num_rows + rows_per_task - 1) / rows_per_task;
   workers.pool.run(num_tasks, [&](int64_t task, int thread) {
-    auto* scores = static_cast<Score*>(workers.own[static_cast<size_t>(thread)].reserve(num_bytes));
+    const RowMemory memory(job, workers.own[static_cast<size_t>(thread)]);
     const int64_t end = std::min(job.num_rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) choose<E>(job, row, scores);
+    for (int64_t row = task * rows_per_task; row < end; ++row) choose<E>(job, row, memory);
   });
   assign_slots(job, static_cast<int32_t*>(workers.own[0].reserve(num_bytes)));
 }

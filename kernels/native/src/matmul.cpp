@@ -1,7 +1,9 @@
 // Linear layers over packed weights.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "activations.h"
 #include "commands.h"
@@ -244,79 +246,114 @@ void run_linear(const Linear& job, Workers& workers) {
   });
 }
 
-// The experts of a command that have rows; each is a linear layer of its rows.
-template <class E>
-class ActiveExperts {
- public:
-  explicit ActiveExperts(const ExpertLinear& job) : job_(job) {
-    for (int64_t expert = 0; expert < job.num_experts; ++expert) {
-      if (job.starts[expert] < job.starts[expert + 1]) numbers_.push_back(expert);
-    }
-  }
-
-  int64_t count() const { return static_cast<int64_t>(numbers_.size()); }
-
-  // Slot of the first row of active expert `index`.
-  int64_t first_slot(int64_t index) const { return job_.starts[number(index)]; }
-
-  // The input has the rows of all experts.
-  Linear layer(int64_t index) const {
-    using Stored = typename E::Stored;
-    const int64_t expert = number(index), first = job_.starts[expert];
-    const int64_t num_columns = job_.out_features * (job_.is_gated ? 2 : 1);
-    Linear layer{};
-    layer.element = job_.element;
-    layer.input = job_.input;
-    layer.input_stride = job_.input_stride;
-    layer.num_rows = job_.starts[expert + 1] - first;
-    layer.in_features = job_.in_features;
-    layer.weight = job_.weight + expert * job_.expert_words;
-    layer.out_features = job_.out_features;
-    if (job_.bias) layer.bias = static_cast<const Stored*>(job_.bias) + expert * num_columns;
-    layer.is_gated = job_.is_gated;
-    layer.activation = job_.activation;
-    layer.scale = 1.0;
-    layer.out = static_cast<Stored*>(job_.out) + first * job_.out_features;
-    layer.out_stride = job_.out_features;
-    return layer;
-  }
-
- private:
-  int64_t number(int64_t index) const { return numbers_[static_cast<size_t>(index)]; }
-
-  const ExpertLinear& job_;
-  std::vector<int64_t> numbers_;
+// A linear layer of some rows: row i of its input is row `rows[i]`, or row i if `rows` is null.
+struct LayerOfRows {
+  Linear layer;
+  const int32_t* rows;
 };
 
+// Computes layers of equal shapes, whose numbers of rows may differ.
 template <class E>
-void run_expert_linear(const ExpertLinear& job, Workers& workers) {
+void run_layers(const std::vector<LayerOfRows>& layers, Workers& workers) {
   using Operand = typename E::Operand;
-  const ActiveExperts<E> experts(job);
-  if (!experts.count()) return;
-  const int64_t num_groups = groups_of<E>(job.in_features);
-  auto* memory = static_cast<Operand*>(
-      workers.shared.reserve(operand_bytes<E>(job.num_slots, job.in_features)));
-  const auto operands = [&](int64_t index) {
-    return memory + experts.first_slot(index) * num_groups;
+  const auto count = static_cast<int64_t>(layers.size());
+  if (!count) return;
+  const Linear& first = layers[0].layer;
+  const int64_t num_groups = groups_of<E>(first.in_features), num_panels = panels_of(first);
+  std::vector<int64_t> starts(1);  // of each layer's operands
+  for (const LayerOfRows& each : layers) {
+    starts.push_back(starts.back() + each.layer.num_rows * num_groups);
+  }
+  const auto num_bytes = starts.back() * static_cast<int64_t>(sizeof(Operand));
+  auto* operands = static_cast<Operand*>(workers.shared.reserve(num_bytes));
+  const auto at = [](const auto& values, int64_t index) -> const auto& {
+    return values[static_cast<size_t>(index)];
   };
-  workers.pool.run(experts.count(), [&](int64_t index, int) {
-    const Linear layer = experts.layer(index);
+  workers.pool.run(count, [&](int64_t index, int) {
+    const auto& [layer, rows] = at(layers, index);
     const Tiling tiling(layer.num_rows);
     for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
       const int64_t start = tiling.start(tile);
-      const int64_t slot = experts.first_slot(index) + start;
-      pack_operands<E>(layer, job.rows, slot, tiling.rows(tile),
-                       operands(index) + start * num_groups);
+      pack_operands<E>(layer, rows, start, tiling.rows(tile),
+                       operands + at(starts, index) + start * num_groups);
     }
   });
-  const int64_t num_panels = panels_of(experts.layer(0));
-  workers.pool.run_ranges(experts.count() * num_panels, [&](int64_t begin, int64_t end, int) {
-    for (int64_t at = begin; at < end;) {
-      const int64_t index = at / num_panels, stop = std::min(end, (index + 1) * num_panels);
-      const uint32_t* after = stop < end ? experts.layer(index + 1).weight : nullptr;
-      multiply_panels<E>(experts.layer(index), operands(index), at - index * num_panels,
-                         stop - index * num_panels, after);
-      at = stop;
+  workers.pool.run_ranges(count * num_panels, [&](int64_t begin, int64_t end, int) {
+    for (int64_t panel = begin; panel < end;) {
+      const int64_t index = panel / num_panels, stop = std::min(end, (index + 1) * num_panels);
+      const uint32_t* after = stop < end ? at(layers, index + 1).layer.weight : nullptr;
+      multiply_panels<E>(at(layers, index).layer, operands + at(starts, index),
+                         panel - index * num_panels, stop - index * num_panels, after);
+      panel = stop;
+    }
+  });
+}
+
+// The layer of one expert of a command. Those without rows have none.
+template <class E>
+Linear layer_of(const ExpertLinear& job, int64_t expert) {
+  using Stored = typename E::Stored;
+  const int64_t first = job.starts[expert], num_columns = job.out_features * (job.is_gated ? 2 : 1);
+  Linear layer{};
+  layer.element = job.element;
+  layer.input = static_cast<const Stored*>(job.input) + (job.rows ? 0 : first * job.input_stride);
+  layer.input_stride = job.input_stride;
+  layer.num_rows = job.starts[expert + 1] - first;
+  layer.in_features = job.in_features;
+  layer.weight = job.weight + expert * job.expert_words;
+  layer.out_features = job.out_features;
+  if (job.bias) layer.bias = static_cast<const Stored*>(job.bias) + expert * num_columns;
+  layer.is_gated = job.is_gated;
+  layer.activation = job.activation;
+  layer.scale = 1.0;
+  layer.out = static_cast<Stored*>(job.out) + first * job.out_features;
+  layer.out_stride = job.out_features;
+  return layer;
+}
+
+template <class E>
+void run_expert_linear(const ExpertLinear& job, Workers& workers) {
+  std::vector<LayerOfRows> layers;
+  for (int64_t expert = 0; expert < job.num_experts; ++expert) {
+    if (job.starts[expert] == job.starts[expert + 1]) continue;
+    layers.push_back({layer_of<E>(job, expert),
+                      job.rows ? job.rows + job.starts[expert] : nullptr});
+  }
+  run_layers<E>(layers, workers);
+}
+
+template <class E>
+void run_head_linear(const HeadLinear& job, Workers& workers) {
+  using Stored = typename E::Stored;
+  if (!job.num_tokens) return;
+  const int64_t out_width = job.out_features + job.num_copied;
+  const auto* input = static_cast<const Stored*>(job.input);
+  auto* out = static_cast<Stored*>(job.out);
+  std::vector<LayerOfRows> layers;
+  for (int64_t head = 0; head < job.num_heads; ++head) {
+    Linear layer{};
+    layer.element = job.element;
+    layer.input = input + head * job.head_stride;
+    layer.input_stride = job.token_stride;
+    layer.num_rows = job.num_tokens;
+    layer.in_features = job.in_features;
+    layer.weight = job.weight + head * job.head_words;
+    layer.out_features = job.out_features;
+    layer.scale = 1.0;
+    layer.out = out + head * out_width;
+    layer.out_stride = job.num_heads * out_width;
+    layers.push_back({layer, nullptr});
+  }
+  run_layers<E>(layers, workers);
+  if (!job.num_copied) return;
+  const auto num_bytes = static_cast<size_t>(job.num_copied) * sizeof(Stored);
+  workers.pool.run_ranges(job.num_tokens, [&](int64_t begin, int64_t end, int) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < job.num_heads; ++head) {
+        const int64_t to = (token * job.num_heads + head) * out_width + job.out_features;
+        const int64_t from = token * job.token_stride + head * job.head_stride + job.in_features;
+        std::memcpy(out + to, input + from, num_bytes);
+      }
     }
   });
 }
@@ -335,6 +372,11 @@ void run(const Linear& job, Workers& workers) {
 void run(const ExpertLinear& job, Workers& workers) {
   job.element == ElementType::kBfloat16 ? run_expert_linear<Bfloat16>(job, workers)
                                         : run_expert_linear<Float32>(job, workers);
+}
+
+void run(const HeadLinear& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_head_linear<Bfloat16>(job, workers)
+                                        : run_head_linear<Float32>(job, workers);
 }
 
 }  // namespace baton

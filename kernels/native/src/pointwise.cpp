@@ -127,6 +127,26 @@ void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
   }
 }
 
+template <class E>
+void rotate_and_write_latent(const RotateAndWriteLatent& job, int64_t token) {
+  using Stored = typename E::Stored;
+  const float* cos = job.cos + token * job.rotary_half;
+  const float* sin = job.sin + token * job.rotary_half;
+  auto* query = static_cast<Stored*>(job.query) + token * job.query_stride;
+  for (int64_t head = 1; head <= job.num_heads; ++head) {
+    rotate<E>(query + head * job.query_dim - 2 * job.rotary_half, cos, sin, job.rotary_half);
+  }
+  auto* latent = static_cast<Stored*>(job.latent) + token * job.latent_stride;
+  normalize<E, NormKind::kRounded>(latent, static_cast<const Stored*>(job.norm), job.latent_dim,
+                                   job.eps, latent);
+  rotate<E>(latent + job.latent_dim, cos, sin, job.rotary_half);
+  const int64_t slot = job.batch->slot_mapping[token];
+  auto* place = static_cast<Stored*>(job.cache) + slot / job.block_size * job.block_stride +
+                slot % job.block_size * job.slot_stride;
+  const int64_t size = job.latent_dim + 2 * job.rotary_half;
+  std::memcpy(place, latent, static_cast<size_t>(size) * sizeof(Stored));
+}
+
 // Sums function(x) over a row; the function takes a Floats or a float.
 template <class E, class Function>
 float sum_of(const typename E::Stored* input, int64_t size, const Function& function) {
@@ -214,6 +234,13 @@ void run_rotate_and_write(const RotateAndWriteKv& job, Workers& workers) {
            [&](int64_t token) { rotate_and_write_token<E>(job, token); });
 }
 
+template <class E>
+void run_rotate_and_write_latent(const RotateAndWriteLatent& job, Workers& workers) {
+  const int64_t token_size = 2 * job.num_heads * job.rotary_half + job.latent_dim;
+  for_rows(job.batch->num_tokens, token_size, workers,
+           [&](int64_t token) { rotate_and_write_latent<E>(job, token); });
+}
+
 }  // namespace
 
 void run(const RmsNorm& job, Workers& workers) {
@@ -242,6 +269,11 @@ void run(const RotaryAngles& job, Workers& workers) {
 void run(const RotateAndWriteKv& job, Workers& workers) {
   job.element == ElementType::kBfloat16 ? run_rotate_and_write<Bfloat16>(job, workers)
                                         : run_rotate_and_write<Float32>(job, workers);
+}
+
+void run(const RotateAndWriteLatent& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_rotate_and_write_latent<Bfloat16>(job, workers)
+                                        : run_rotate_and_write_latent<Float32>(job, workers);
 }
 
 void run(const GateRows& job, Workers& workers) {

@@ -73,6 +73,8 @@ void run_one(const Command& command) {
     case Code::kGateRows: return run_as<GateRows>(command);
     case Code::kGatedDelta: return run_as<GatedDelta>(command);
     case Code::kLayerNorm: return run_as<LayerNorm>(command);
+    case Code::kHeadLinear: return run_as<HeadLinear>(command);
+    case Code::kRotateAndWriteLatent: return run_as<RotateAndWriteLatent>(command);
   }
 }
 

@@ -69,32 +69,32 @@ inline __attribute__((always_inline)) Words value_words(const CachedToken<E>* to
   }
 }
 
-// V of a tile's first tokens: [head_dim / 32][kTileTokens / kGroup][32], zero past head_dim.
+// V of a tile's first tokens: [value_dim / 32][kTileTokens / kGroup][32], zero past value_dim.
 template <class E>
-void pack_values(const TileTokens<E>& tokens, int64_t num_tokens, int64_t head_dim,
+void pack_values(const TileTokens<E>& tokens, int64_t num_tokens, int64_t value_dim,
                  uint32_t* panels) {
   constexpr int64_t kLine = 64 / sizeof(typename E::Stored);
   const int64_t num_fetched = E::kGroup * tokens.num_fetched(round_up(num_tokens, E::kGroup));
   const CachedToken<E>* now = tokens.now();
   const CachedToken<E>* next = tokens.next();
   for (int64_t group = 0; group * E::kGroup < num_tokens; ++group, now += E::kGroup) {
-    for (int64_t column = 0; column < round_up(head_dim, kPanelColumns); column += kLanes) {
+    for (int64_t column = 0; column < round_up(value_dim, kPanelColumns); column += kLanes) {
       uint32_t* to = panels + column % kPanelColumns +
                      (column / kPanelColumns * (kTileTokens / E::kGroup) + group) * kPanelColumns;
-      if (column + kLanes <= head_dim) {
+      if (column + kLanes <= value_dim) {
         store(to, value_words<E>(now, column, kLanes));
       } else {
-        store(to, value_words<E>(now, column, std::max<int64_t>(0, head_dim - column)));
+        store(to, value_words<E>(now, column, std::max<int64_t>(0, value_dim - column)));
       }
     }
     for (int64_t i = 0; i < num_fetched; ++i, ++next) {
-      for (int64_t element = 0; element < head_dim; element += kLine) fetch(next->value + element);
+      for (int64_t element = 0; element < value_dim; element += kLine) fetch(next->value + element);
     }
   }
 }
 
 // A panel of V that is read from the cache without packing, which is faster if few rows use it.
-// The head width must be a whole number of panels.
+// The width of V must be a whole number of panels.
 template <class E>
 class CachedValues {
  public:

@@ -17,6 +17,7 @@ from router.chat.tool_parsers.hermes import (
     HermesToolParser,
     Phi4MiniToolParser,
 )
+from router.chat.tool_parsers.invoke import DeepSeekV32ToolParser, MiniMaxM2ToolParser
 from router.chat.tool_parsers.llama3_json import Llama3JsonToolParser
 from router.chat.tool_parsers.mistral import MistralToolParser
 from router.chat.tool_parsers.plain_json import ForcedCallsParser, JsonToolParser, NamedCallParser
@@ -25,13 +26,14 @@ from router.chat.tool_parsers.pythonic import (
     Olmo3ToolParser,
     PythonicToolParser,
 )
-from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser
+from router.chat.tool_parsers.qwen3_coder import Qwen3CoderToolParser, SeedOssToolParser
 
 __all__ = ["ToolParser", "forced_tool_parser", "tool_parser"]
 
 _PARSERS: dict[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeekV3ToolParser,
     "deepseek_v31": DeepSeekV31ToolParser,
+    "deepseek_v32": DeepSeekV32ToolParser,
     "functiongemma": FunctionGemmaToolParser,
     "gemma4": Gemma4ToolParser,
     "glm45": GlmToolParser,
@@ -44,6 +46,7 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3JsonToolParser,
     "llama4_json": Llama3JsonToolParser,
     "llama4_pythonic": PythonicToolParser,
+    "minimax_m2": MiniMaxM2ToolParser,
     "mistral": MistralToolParser,
     "olmo3": Olmo3ToolParser,
     "openai": HarmonyToolParser,
@@ -51,6 +54,7 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicToolParser,
     "qwen3_coder": Qwen3CoderToolParser,
     "qwen3_xml": Qwen3CoderToolParser,
+    "seed_oss": SeedOssToolParser,
 }
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["Accepted", "FunctionSchema"]
+__all__ = ["NO_TEXT", "TEXT", "Accepted", "FunctionSchema"]
 
 _MAX_WORK = 256
 """Maximum number of schemas that are looked at for one parameter: references may be cycles."""
@@ -103,7 +103,10 @@ class Accepted:
         )
 
 
-_TEXT = Accepted(_STRING)
+TEXT = Accepted(_STRING)
+"""All texts, and nothing else."""
+NO_TEXT = Accepted(_ALL_TYPES - _STRING)
+"""All values but texts."""
 _ANYTHING = Accepted(_ALL_TYPES)
 _UNSTATED = Accepted()
 """The values of a schema that states neither types nor values. A parameter then is a text."""
@@ -148,7 +151,7 @@ class FunctionSchema:
             schemas.append(part.get("additionalProperties"))
         schemas = [schema for schema in schemas[:_MAX_WORK] if isinstance(schema, Mapping)]
         reader = _Reader(self._root)
-        return _united(map(reader.accepted, schemas)) if schemas else _TEXT
+        return _united(map(reader.accepted, schemas)) if schemas else TEXT
 
 
 class _Reader:

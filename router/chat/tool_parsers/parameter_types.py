@@ -33,11 +33,16 @@ class ParameterWriter:
         self._pieces: list[str] = []
         self.names: set[str] = set()
 
-    def begin(self, name: str) -> None:
-        """Begins a parameter."""
+    def begin(self, name: str, accepted: Accepted | None = None) -> None:
+        """Begins a parameter.
+
+        Args:
+            name: the parameter's.
+            accepted: what its value may be; None: what the schema accepts.
+        """
         self._sink(f'{", " if self.names else "{"}"{escape(name)}": ')
         self.names.add(name)
-        self._accepted = self._schema.accepted(name)
+        self._accepted = self._schema.accepted(name) if accepted is None else accepted
         if self._accepted.is_any_text:
             self._sink('"')
 

@@ -1,6 +1,6 @@
-"""`Qwen3CoderToolParser`: calls in tags, one per parameter.
+"""Tool parsers for calls in tags, one per parameter.
 
-The format of Qwen3-Coder and Qwen 3.5:
+The format of Qwen3-Coder and Qwen 3.5; Seed-OSS has other tags around a call:
 
     <tool_call>
     <function=f>
@@ -24,17 +24,25 @@ from router.chat.tool_parsers.parameter_schemas import FunctionSchema
 from router.chat.tool_parsers.parameter_types import ParameterWriter
 from router.chat.tool_parsers.scalars import Sink
 
-__all__ = ["Qwen3CoderToolParser"]
+__all__ = ["Qwen3CoderToolParser", "SeedOssToolParser"]
 
-_START = "<tool_call>"
-_END = "</tool_call>"
 _FUNCTION = "<function"
 _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter"
 _PARAMETER_END = "</parameter>"
-_VALUE_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
 _NAME = re.compile(r"[^<>\n]+")
 _AROUND_NAME = "\"' \t\r"
+
+
+def _syntax(start: str, end: str) -> CallSyntax:
+    return CallSyntax(
+        heads=(f"{start}\n<function=NAME>\n", f"{start}<function=NAME>"),
+        tail=_FUNCTION_END,
+        closers=(f"\n{end}", end),
+        separators=("\n",),
+        opener=start,
+        has_json_arguments=False,
+    )
 
 
 class Qwen3CoderToolParser(GeneratorToolParser):
@@ -45,31 +53,32 @@ class Qwen3CoderToolParser(GeneratorToolParser):
 
     Models forget tags. Without `<tool_call>`, a function that the request offers is called if a
     parameter or the end of the call follows.
+
+    Attributes:
+        start: the tag before a call.
+        end: the tag behind it.
+        has_breaks: whether a value has a line break on either side that is not part of it.
     """
 
     needs_special_tokens: ClassVar[bool] = True
-    syntax: ClassVar[CallSyntax | None] = CallSyntax(
-        heads=(f"{_START}\n<function=NAME>\n", f"{_START}<function=NAME>"),
-        tail="</function>",
-        closers=(f"\n{_END}", _END),
-        separators=("\n",),
-        opener=_START,
-        has_json_arguments=False,
-    )
+    start: ClassVar[str] = "<tool_call>"
+    end: ClassVar[str] = "</tool_call>"
+    has_breaks: ClassVar[bool] = True
+    syntax: ClassVar[CallSyntax | None] = _syntax(start, end)
 
     def read(self) -> Steps[None]:
         """Reads the text."""
         text = self.text
-        while start := (yield from text.copy_to((_START, _FUNCTION), self.answer.content)):
+        while start := (yield from text.copy_to((self.start, _FUNCTION), self.answer.content)):
             text.record()
-            is_marked = start == _START
+            is_marked = start == self.start
             if is_marked:
-                text.read(len(_START))
+                text.read(len(start))
                 yield from text.skip_whitespace()
             while (yield from self._read_call(is_marked=is_marked)):
                 text.record()
                 yield from text.skip_whitespace()
-                if (yield from text.skip(_END, or_beginning=True)):
+                if (yield from text.skip(self.end, or_beginning=True)):
                     text.record()
                     break
             self.answer.content(text.take_record())
@@ -83,7 +92,8 @@ class Qwen3CoderToolParser(GeneratorToolParser):
         self.answer.start_call(name)
         schema = FunctionSchema(self.tools, name)
         arguments = ParameterWriter(self.answer.arguments, schema)
-        return (yield from _ParameterReader(self.text, arguments, schema).read())
+        reader = _ParameterReader(self.text, arguments, schema, type(self))
+        return (yield from reader.read())
 
     def _is_called(self, name: str) -> Steps[bool]:
         """Returns whether the tag of a function begins a call. Other text only mentions it."""
@@ -96,15 +106,37 @@ class Qwen3CoderToolParser(GeneratorToolParser):
         return False
 
 
+class SeedOssToolParser(Qwen3CoderToolParser):
+    """The tags of Seed-OSS."""
+
+    start = "<seed:tool_call>"
+    end = "</seed:tool_call>"
+    has_breaks = False
+    syntax: ClassVar[CallSyntax | None] = _syntax(start, end)
+
+
 class _ParameterReader:
     """Reads the parameters of one call, and the end of the call.
 
     A value without its end tag ends before another parameter of the function that the call does
     not have yet, and before the end of the call if no text follows it.
+
+    Args:
+        text: read up to the end of the call.
+        arguments: gets the parameters.
+        schema: the function's.
+        form: has the tags around a call.
     """
 
-    def __init__(self, text: TextInput, arguments: ParameterWriter, schema: FunctionSchema) -> None:
+    def __init__(
+        self,
+        text: TextInput,
+        arguments: ParameterWriter,
+        schema: FunctionSchema,
+        form: type[Qwen3CoderToolParser],
+    ) -> None:
         self._text = text
+        self._form = form
         self._arguments = arguments
         self._schema = schema
         self._is_over = False
@@ -136,7 +168,7 @@ class _ParameterReader:
         text = self._text
         if (yield from text.skip(_FUNCTION_END, or_beginning=True)):
             return True
-        for tag in (_END, _START, _FUNCTION):
+        for tag in (self._form.end, self._form.start, _FUNCTION):
             if (yield from text.has_next(tag)):
                 return True
         return bool(self._arguments.names) and not (yield from text.peek())
@@ -150,13 +182,15 @@ class _ParameterReader:
             text.record()
 
     def _read_value(self) -> Steps[tuple[bool, str]]:
-        """Reads a value and what ends it. One line break on either side is not part of it.
+        """Reads a value and what ends it.
 
         Returns:
             Whether the value ended, and the name of the next parameter if its tag was read.
         """
-        yield from self._text.skip("\n")
-        sink = _WithoutLastBreak(self._arguments.add)
+        sink: Sink = self._arguments.add
+        if self._form.has_breaks:
+            yield from self._text.skip("\n")
+            sink = _WithoutLastBreak(sink)
         is_whole, next_name = yield from self._copy_value(sink)
         self._arguments.end(is_whole=is_whole)
         return is_whole, next_name
@@ -164,7 +198,8 @@ class _ParameterReader:
     def _copy_value(self, sink: Sink) -> Steps[tuple[bool, str]]:
         """Copies the text of a value, and reads what ends it; returns as `_read_value` does."""
         text = self._text
-        while tag := (yield from text.copy_to(_VALUE_ENDS, sink)):
+        ends = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, self._form.end)
+        while tag := (yield from text.copy_to(ends, sink)):
             if tag == _PARAMETER_END:
                 text.read(len(tag))
                 return True, ""
@@ -191,9 +226,9 @@ class _ParameterReader:
         text = self._text
         text.read(len(tag))
         yield from text.skip_whitespace()
-        if tag == _FUNCTION_END and (yield from text.skip(_END, or_beginning=True)):
+        if tag == _FUNCTION_END and (yield from text.skip(self._form.end, or_beginning=True)):
             yield from text.skip_whitespace()
-        return not (yield from text.peek()) or (yield from text.has_next(_START))
+        return not (yield from text.peek()) or (yield from text.has_next(self._form.start))
 
 
 class _WithoutLastBreak:

@@ -28,7 +28,7 @@ _CEILINGS = Ceilings(read_bytes_per_s=1e12, operations_per_s=1e14)
     ("name", "num_weights", "kv_bytes"),
     [("llama-3.1-8b", 8.03e9, 131_072), ("qwen3-0.6b", 0.596e9, 114_688)],
 )
-def test_models_have_the_size_in_their_name(name, num_weights, kv_bytes, tmp_path):
+def test_dense_models_have_the_size_in_their_name(name, num_weights, kv_bytes, tmp_path):
     folder = write_random_config(name, tmp_path)
     config = RANDOM_MODELS[name][1]
     shape, dtype = read_shape(EngineConfig(model=str(folder), load_format="dummy"))
@@ -39,6 +39,20 @@ def test_models_have_the_size_in_their_name(name, num_weights, kv_bytes, tmp_pat
     decoder = DecoderShape.of_config(config)
     assert 2 * 2 * decoder.num_layers * decoder.num_kv_features == kv_bytes
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_weights", "num_attention_features"),
+    [("qwen3-moe-0.5b", 60e6, 12 * 12 * 64), ("qwen3.5-120m", 116e6, 3 * 12 * 64)],
+)
+def test_sizes_are_those_that_a_token_uses(name, num_weights, num_attention_features, tmp_path):
+    """Four of a mixture's experts, and attention in one layer of four."""
+    folder = write_random_config(name, tmp_path)
+    shape, _ = read_shape(EngineConfig(model=str(folder), load_format="dummy"))
+    tables = 1 if RANDOM_MODELS[name][1]["tie_word_embeddings"] else 2
+    total = shape.num_body_weights + tables * shape.num_head_weights
+    assert total == pytest.approx(num_weights, rel=0.02)
+    assert shape.num_attention_features == num_attention_features
 
 
 @pytest.mark.parametrize("part", [part for part in FULL if part.arguments[0] == "engine-step"])

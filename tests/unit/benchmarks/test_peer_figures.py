@@ -82,21 +82,6 @@ def test_rates_measured_in_each_round_are_reduced_to_medians():
     assert with_median_rates(machines) == {"cpu": "some", "read_gb_per_s": 36.0}
 
 
-def test_the_shape_of_a_checkpoint_counts_embeddings_separately():
-    config = {
-        "hidden_size": 8,
-        "vocab_size": 5,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "head_dim": 2,
-        "tie_word_embeddings": False,
-    }
-    assert ModelShape.of_config(config, 1080) == ModelShape(1000, 3, 40, 24)
-    del config["head_dim"]
-    tied = ModelShape.of_config(config | {"tie_word_embeddings": True}, 1040)
-    assert tied == ModelShape(1000, 3, 40, 24)
-
-
 def test_a_single_token_reads_every_weight_except_the_embeddings():
     assert token_floor_s(SHAPE, ceilings(read=BYTES_PER_STEP / 4)) == 4
 

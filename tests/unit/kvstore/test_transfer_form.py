@@ -189,6 +189,21 @@ def test_a_whole_block_is_one_run() -> None:
     assert object_runs(BlockSlicing.of(narrow), 2) == (2, ((0, narrow.block_bytes),))
 
 
+def test_a_block_of_latent_vectors_has_one_part_and_one_head() -> None:
+    latent = KvLayout(3, 1, 16, 576, "bfloat16", num_parts=1)
+    assert latent.block_shape == (3, 1, 1, 16, 576)
+    assert latent.block_bytes == 3 * 16 * 576 * 2
+    slicing = BlockSlicing(latent, TransferForm(4, "bfloat16", 1, 3))
+    layer, size = 16 * 576 * 2, 4 * 576 * 2
+    # Objects are numbered by transfer block, then by layer.
+    assert object_runs(slicing, 4) == (0, ((layer + size, size),))
+    assert slicing.max_runs == 1
+    for rank in range(4):  # all ranks have all of it
+        assert PoolShare.of(rank, 4, latent.num_kv_heads) == PoolShare()
+    with pytest.raises(ConfigurationError, match=r"head-slices is 2.*the model's only KV head"):
+        BlockSlicing(latent, TransferForm(16, "bfloat16", 2))
+
+
 def test_objects_of_another_data_type_have_no_byte_runs() -> None:
     assert object_runs(BlockSlicing(LAYOUT, TransferForm(16, "float16")), 0) is None
 

@@ -24,7 +24,6 @@ _READ_KEYS = frozenset(
         "attention.causal",
         "attention.head_count_kv",
         "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
         "attention.value_length",
         "rope.dimension_count",
         "rope.freq_base",
@@ -66,11 +65,8 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     """
     architecture = architecture_of(header)
     values = HeaderValues(header, header.metadata["general.architecture"])
-    values.refuse_others(_READ_KEYS | architecture.keys)
-    num_heads = values.integer("attention.head_count")
-    head_dim = values.integer(
-        "attention.key_length", values.integer("embedding_length") // num_heads
-    )
+    values.refuse_others(_READ_KEYS | {architecture.epsilon} | architecture.keys)
+    head_dim = values.head_dim
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -81,7 +77,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         "num_key_value_heads": _num_kv_heads(values, architecture),
         "head_dim": head_dim,
         "vocab_size": _vocab_size(header),
-        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": values.number(architecture.epsilon),
         "rope_parameters": _rope_parameters(values, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,

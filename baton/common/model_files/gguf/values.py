@@ -7,7 +7,10 @@ from typing import Any
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf.header import GgufHeader
 
-__all__ = ["HeaderValues"]
+__all__ = ["WINDOW_KEYS", "HeaderValues"]
+
+WINDOW_KEYS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+"""Keys that `HeaderValues.sliding_window` and `layer_types` read."""
 
 # Values with which keys that are not read change nothing, besides 0 and false.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -36,16 +39,39 @@ class HeaderValues:
         self._prefix = f"{architecture}."
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers.
+    def num_blocks(self) -> int:
+        """The number of layers, with those that draft tokens.
 
         Raises:
             ConfigurationError: it is missing, or too large.
         """
-        num_layers = self.integer("block_count")
-        if num_layers > _MAX_LAYERS:
+        num_blocks = self.integer("block_count")
+        if num_blocks > _MAX_LAYERS:
             raise self.unsupported("block_count")
-        return num_layers
+        return num_blocks
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers that a token goes through; the layers after them draft tokens.
+
+        Raises:
+            ConfigurationError: it is missing, too large, or not positive.
+        """
+        key = "nextn_predict_layers"
+        num_drafting = self._scalar(key, 0)
+        if type(num_drafting) is not int or not 0 <= num_drafting < self.num_blocks:
+            raise self.unsupported(key)
+        return self.num_blocks - num_drafting
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head.
+
+        Raises:
+            ConfigurationError: it is not stated, and does not follow from other keys.
+        """
+        num_heads, width = self.integer("attention.head_count"), self.integer("embedding_length")
+        return self.integer("attention.key_length", width // num_heads)
 
     def name(self, key: str) -> str:
         """Returns a key's name in the file."""

@@ -45,8 +45,13 @@ class SlowRunner(FakeRunner):
 class Rig:
     """An engine with blocks of four tokens, and all its outputs with their times."""
 
-    def __init__(self, num_blocks: int = 32, num_host_blocks: int = 0, **config: object) -> None:
-        self.runner = SlowRunner(fake_info(4, 64), num_blocks, num_host_blocks=num_host_blocks)
+    def __init__(
+        self, num_blocks: int = 32, num_host_blocks: int = 0, num_slots: int = 0, **config: object
+    ) -> None:
+        info = fake_info(4, 64, has_states=num_slots > 0)
+        self.runner = SlowRunner(
+            info, num_blocks, num_host_blocks=num_host_blocks, num_slots=num_slots
+        )
         self.core = EngineCore(fake_config(**config), self.runner, clock=lambda: self.runner.now)
         self.export = EngineExport(self.core.metrics, self.core.scheduler.load, LABELS)
         self.outputs: list[EngineOutput] = []
@@ -159,6 +164,36 @@ def test_prompt_tokens_found_in_the_cache_are_local():
     assert rig.value("baton_engine_cached_prompt_tokens", "loaded") == 0
     assert rig.value("baton_engine_prefix_cache_hits") == 8
     assert rig.value("baton_engine_cached_kv_blocks") > 0
+
+
+def test_states_that_are_kept_and_tokens_that_lack_one():
+    rig = Rig(async_scheduling=False, num_slots=9, state_interval=16)
+    prompt = (0, 1) * 13  # of which the states at 16, to go back to, and at 24 are kept
+    values = ("state_ends", "kept"), ("state_ends", "skipped"), ("state_hits",)
+    for number, (tokens, counts, lost) in enumerate(
+        [
+            (prompt, (2, 0, 0), 0),
+            (prompt, (3, 0, 1), 0),  # it begins at 24, and leaves that state behind
+            (prompt[:22] + (0,) * 4, (5, 0, 2), 4),  # it begins at 16
+        ]
+    ):
+        rig.take(rig.core.scheduler.add(request(str(number), tokens, max_tokens=2)))
+        rig.run(1)
+        assert rig.value("baton_engine_used_state_slots") > 0
+        rig.run()
+        counted = [rig.value(f"baton_engine_{name}", *labels) for name, *labels in values]
+        assert (*counted, rig.value("baton_engine_state_lost_tokens")) == (*counts, lost)
+    assert rig.value("baton_engine_state_slots") == 9
+    assert rig.value("baton_engine_used_state_slots") == 0
+    assert rig.value("baton_engine_cached_state_slots") == 3
+
+
+def test_states_that_no_slot_is_free_for_are_counted():
+    rig = Rig(async_scheduling=False, num_slots=1, state_interval=16)
+    rig.add("a", num_tokens=26)
+    rig.run()
+    assert rig.value("baton_engine_state_ends", "kept") == 0
+    assert rig.value("baton_engine_state_ends", "skipped") == 2
 
 
 def test_prompt_tokens_of_a_handoff_are_loaded():

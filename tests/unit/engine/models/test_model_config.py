@@ -9,13 +9,16 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.common.errors import ConfigurationError
-from engine.models.config_defaults import DEFAULTS
-from engine.models.config_fields import ConfigFields
+from engine.models.config_fields import FAMILY_DEFAULTS, ConfigFields
 from engine.models.layers import CausalModel
-from engine.models.registry import FAMILIES, family_of_config
+from engine.models.registry import FAMILIES, family_of_config, text_config_of
 from engine.models.rotary import RotaryEmbedding
 
 ARCHITECTURE = {family.model_type: name for name, family in FAMILIES.items()}
+
+
+# Fields without a default.
+REQUIRED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 def source_config(model_type, **fields):
@@ -23,6 +26,7 @@ def source_config(model_type, **fields):
 
 
 def read_config_of(model_type, **fields):
+    fields = REQUIRED.get(model_type, {}) | fields
     return FAMILIES[ARCHITECTURE[model_type]].read_config(ConfigFields(fields, model_type))
 
 
@@ -128,6 +132,24 @@ def test_a_config_does_not_change(model_type):
         ("qwen3_5_text", {"full_attention_interval": 33}, "layer_types names no layer with"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; it must be at least 2"),
         ("lfm2", {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier is None"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is None"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is None"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; with latent"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is not supported"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be a positive integer"),
+        ("deepseek_v3", {"q_lora_rank": 2**17}, "q_lora_rank is 131072; it must be an integer"),
+        ("deepseek_v3", rope_fields("linear", factor=2.0), "rope_type 'linear' is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantization_config {'quant_method': 'fp8'",
+        ),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 47"),
         ("smollm3", {"no_rope_layers": [1] * 35}, "no_rope_layers must be a list of 36"),
         ("llama", {"hidden_size": 20, "num_attention_heads": 3}, "hidden_size 20"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must be a list of 32"),
@@ -273,7 +295,7 @@ DECODERS = sorted(ARCHITECTURE.keys() - {"opt", "gpt2"})
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_defaults_are_those_of_transformers(model_type):
     source = source_config(model_type)
-    for name, default in DEFAULTS[model_type].items():
+    for name, default in FAMILY_DEFAULTS[model_type].items():
         # Classes complete fields that are None, and have no attributes for some older fields.
         is_kept = name not in ("num_key_value_heads", "sliding_window")
         if default is not None and is_kept and hasattr(source, name):
@@ -284,8 +306,9 @@ def test_defaults_are_those_of_transformers(model_type):
     config = read_config_of(model_type)
     windows = [source.sliding_window if windowed else None for windowed in is_windowed(source)]
     assert list(config.sliding_windows) == windows
-    assert config.num_kv_heads == source.num_key_value_heads
-    assert config.head_dim == (getattr(source, "head_dim", None) or config.head_dim)
+    if getattr(config, "latent", None) is None:
+        assert config.num_kv_heads == source.num_key_value_heads
+        assert config.head_dim == (getattr(source, "head_dim", None) or config.head_dim)
     parameters = source.rope_parameters
     by_type = parameters if "full_attention" in parameters else {"": parameters}
     thetas = {stated["rope_theta"] for stated in by_type.values()}
@@ -347,11 +370,32 @@ def test_the_bare_model_of_a_family_belongs_to_it(architecture):
     assert family_of_config(fields) is family
 
 
-def test_gemma_3_with_images_is_refused():
-    with pytest.raises(ConfigurationError, match="Gemma3ForConditionalGeneration"):
-        family_of_config(
-            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-        )
+TEXT = {"model_type": "gemma3_text", "num_hidden_layers": 2, "dtype": "float32"}
+GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+
+
+def test_the_config_of_a_text_part_has_some_fields_of_the_whole():
+    outer = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16", "tie_word_embeddings": None}
+    config = text_config_of({**GEMMA3, **outer, "vision_config": {}, "text_config": TEXT})
+    shared = {"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    assert config == {**TEXT, **shared, "architectures": ["Gemma3ForCausalLM"]}
+    assert family_of_config(config) is FAMILIES["Gemma3ForCausalLM"]
+    assert text_config_of(config) is config
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "text_config is None; it must be an object"),
+        ({"text_config": []}, r"text_config is \[\]; it must be an object"),
+        ({"text_config": TEXT, "model_type": "qwen3_5"}, "model_type is 'qwen3_5'; Gemma3For"),
+        ({"text_config": {"model_type": "llama"}}, "model_type is 'llama'; Gemma3ForCausalLM is"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaForCond.* is unknown"),
+    ],
+)
+def test_a_text_part_that_cannot_be_served_is_refused(fields, named):
+    with pytest.raises(ConfigurationError, match=named):
+        family_of_config(text_config_of({**GEMMA3, **fields}))
 
 
 def test_yarn_extends_max_model_len():

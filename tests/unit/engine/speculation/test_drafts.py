@@ -23,11 +23,15 @@ def _drafting(num_drafts: int, work: DraftWork | None = None) -> ScheduledBatch:
 class Steps:
     """Drafts whose steps take given times; a token takes one millisecond."""
 
-    def __init__(self, draft_token_s: float = 0.0, proposal_s: float = 0.0) -> None:
+    def __init__(
+        self, draft_token_s: float = 0.0, proposal_s: float = 0.0, *, runs_again: bool = False
+    ) -> None:
         config = EngineConfig(model="m", speculative_config={"method": "ngram"}, max_num_seqs=4)
         costs = StepCosts(1 * MS, 0.0, draft_token_s, proposal_s)
         self._now = 0.0
-        self._drafts = Drafts(config, costs, EngineMetrics(), lambda: self._now)
+        self._drafts = Drafts(
+            config, costs, EngineMetrics(), lambda: self._now, runs_again=runs_again
+        )
 
     def run(self, batch: ScheduledBatch, seconds: float, times: int = 1, num_rows: int = 1) -> None:
         for _ in range(times):
@@ -50,6 +54,16 @@ def test_the_more_often_draft_tokens_are_right_the_more_are_made() -> None:
     assert numbers == sorted(numbers)
     assert numbers[:2] == [0, 0]
     assert 1 <= numbers[2] < 3 <= numbers[3] < 8 == numbers[5]
+
+
+def test_accepted_draft_tokens_that_run_again_cost_time() -> None:
+    numbers = []
+    for runs_again in (False, True):
+        steps = Steps(runs_again=runs_again)
+        steps.run(DECODE, 3 * MS, 50)
+        steps.run(_drafting(4), 7 * MS, 50)
+        numbers.append(steps.num_drafts(0.7))
+    assert numbers[0] > numbers[1] > 0
 
 
 def test_no_draft_tokens_are_made_where_tokens_take_their_full_time() -> None:

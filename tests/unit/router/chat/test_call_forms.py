@@ -41,6 +41,7 @@ def seek(name):
 TOOLS = [tool("weather", WEATHER), tool("add", ADD)]
 CALL, SEP, CALL_END = seek("tool call begin"), seek("tool sep"), seek("tool call end")
 LIST, LIST_END = seek("tool calls begin"), seek("tool calls end")
+DSML = "\uff5cDSML\uff5c"
 CALLS = {
     "hermes": [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
@@ -79,6 +80,19 @@ CALLS = {
         f'{LIST}{CALL}weather{SEP}{{"city": "Oslo"}}{CALL_END}'
         f'{CALL}add{SEP}{{"x": 1}}{CALL_END}{LIST_END}',
     ],
+    "deepseek_v32": [
+        f'<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
+        f'<{DSML}parameter name="city" string="true">Oslo</{DSML}parameter>\n'
+        f"</{DSML}invoke>\n</{DSML}function_calls>",
+    ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+        '</invoke>\n<invoke name="add">\n</invoke>\n</minimax:tool_call>',
+    ],
+    "seed_oss": [
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n</function>\n"
+        "</seed:tool_call>",
+    ],
     "granite": [
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]',
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]'
@@ -99,7 +113,7 @@ CALLS = {
         "<|tool_call>call:add{x:1}<tool_call|><|tool_call>call:add{x:1}<tool_call|>",
     ],
 }
-WITH_JSON = [name for name, texts in CALLS.items() if '"city"' in texts[0]]
+WITH_JSON = [name for name, texts in CALLS.items() if '"city":' in texts[0]]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

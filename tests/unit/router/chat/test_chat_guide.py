@@ -21,7 +21,7 @@ def _installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     points = [
         EntryPoint("call", "my_chat_parsers:CallParser", "baton.tool_parsers"),
-        EntryPoint("seed", "my_chat_parsers:SeedReasoningParser", "baton.reasoning_parsers"),
+        EntryPoint("plan", "my_chat_parsers:PlanReasoningParser", "baton.reasoning_parsers"),
     ]
 
     def fake_entry_points(*, group, name=None):
@@ -32,8 +32,8 @@ def _installed(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_installed")
 def test_the_guides_parsers_are_found_by_entry_point_and_work_as_described():
-    make = output_of(tool_parser("call"), reasoning_parser("seed"))
-    text = '<seed:think>CALL f {}</seed:think>I CALL f {"a": 1} and CALL me'
+    make = output_of(tool_parser("call"), reasoning_parser("plan"))
+    text = '<plan>CALL f {}</plan>I CALL f {"a": 1} and CALL me'
     expected = ("I  and CALL me", "CALL f {}", [("f", '{"a": 1}')])
     check_cuts(make, text, expected)
 

@@ -112,6 +112,70 @@ GLM = [
     ),
 ]  # fmt: skip
 
+CALLS, CALLS_END = "<minimax:tool_call>", "</minimax:tool_call>"
+INVOKE_F = '<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>'
+TEXT_F = ("f", '{"a": "x"}')
+MINIMAX = [
+    ("Hello <minimax", "Hello <minimax", []),
+    (f"\n{CALLS}\n{INVOKE_F}\n{CALLS_END}", None, [TEXT_F]),
+    (
+        f'Hi\n{CALLS}{INVOKE_F}<invoke name="g"></invoke>{CALLS_END} bye',
+        "Hi\n bye",
+        [TEXT_F, G],
+    ),
+    (f'{CALLS}<invoke name="f"><parameter name="a">\n<b> </c>\n</parameter></invoke>', None,
+     [("f", '{"a": "\\n<b> </c>\\n"}')]),
+    # Tags that models forget.
+    (f"Hi {INVOKE_F} bye", "Hi  bye", [TEXT_F]),
+    # Cut short.
+    (CALLS, CALLS, []),
+    (f'{CALLS}<invoke name="f', f'{CALLS}<invoke name="f', []),
+    (f'{CALLS}<invoke name="f">\n<para', None, [("f", "")]),
+    (f'{CALLS}<invoke name="f"><parameter name="a">x</par', None, [("f", '{"a": "x</par')]),
+    (f'{CALLS}<invoke name="f"><parameter name="a">x</parameter>\n</inv', None, [TEXT_F]),
+    (f'{CALLS}<invoke name="f"><parameter name="a">x</parameter>', None, [TEXT_F]),
+    (f"{CALLS}\n{INVOKE_F}\n</minimax", None, [TEXT_F]),
+    # Malformed.
+    (f"{CALLS}{JSON_F1}{CALLS_END}", f"{CALLS}{JSON_F1}{CALLS_END}", []),
+    ("<invoke name=f>", "<invoke name=f>", []),
+    (f'{CALLS}<invoke name="f">x</invoke>', "x</invoke>", [("f", "")]),
+    (f'{CALLS}<invoke name="f"><parameter name="a" x="y">z', '<parameter name="a" x="y">z',
+     [("f", "")]),
+]  # fmt: skip
+DSML = [
+    (text.replace("<@", "<\uff5cDSML\uff5c").replace("</@", "</\uff5cDSML\uff5c"), content, calls)
+    for text, content, calls in (
+        (
+            '<@function_calls>\n<@invoke name="f">\n<@parameter name="a" string="false">1'
+            '</@parameter>\n<@parameter name="b" string="true">1</@parameter>\n</@invoke>\n'
+            "</@function_calls>",
+            None,
+            [("f", '{"a": 1, "b": "1"}')],
+        ),
+        (
+            'Hi<@function_calls><@invoke name="f"><@parameter name="a" string="false">[1, {}]'
+            '</@parameter><@parameter name="b" string="false">x</@parameter></@invoke>'
+            '<@invoke name="g">\n\n</@invoke></@function_calls>',
+            "Hi",
+            [("f", '{"a": [1, {}], "b": "x"}'), G],
+        ),
+        ('<@function_calls><@invoke name="f"><@parameter name="a">1</@parameter>', None,
+         [("f", '{"a": "1"}')]),
+        ('<@function_calls><@invoke name="f"><@parameter name="a" str', None, [("f", "")]),
+        ('<invoke name="f">', '<invoke name="f">', []),
+    )
+]  # fmt: skip
+SEED = [
+    (
+        "<seed:tool_call>\n<function=f>\n<parameter=a>x\ny</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        None,
+        [("f", '{"a": "x\\ny"}')],
+    ),
+    ("Hi <seed:tool_call><function=g></function></seed:tool", "Hi ", [G]),
+    ("<tool_call>f</tool_call>", "<tool_call>f</tool_call>", []),
+]
+
 LFM = "<|tool_call_start|>"
 LFM_END = "<|tool_call_end|>"
 LFM2 = [
@@ -234,13 +298,16 @@ HARMONY = [
 TABLES = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK[2:4],
+    "deepseek_v32": DSML,
     "functiongemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
     "glm45": GLM,
     "granite": GRANITE,
     "lfm2": LFM2,
+    "minimax_m2": MINIMAX,
     "olmo3": OLMO3,
     "phi4_mini_json": PHI4_MINI,
+    "seed_oss": SEED,
 }
 
 

@@ -1,0 +1,126 @@
+"""States of recurrent layers that several ranks share: the tokens of one rank and of
+`transformers`, whether requests are preempted, forked, or begin at states that others have left.
+"""
+
+import pytest
+
+from baton.common.errors import ConfigurationError
+from engine.loop.core import EngineCore
+from kernels.library.commands import library
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.logprob_checks import check_tokens
+from tests.support.rank_engines import check_greedy, tokens
+from tests.support.real_engines import engine, run_all, tokens_of
+from tests.support.requests import engine_request
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no native kernels"),
+    pytest.mark.timeout(180),
+]
+
+BLOCK = 8
+NUM_TOKENS = 9
+PROMPT, OTHER = (tuple(prompt_of(70, seed=seed)) for seed in (1, 2))
+OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+# Most of these draft tokens are refused.
+DRAFTS: dict[str, object] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+    }
+}
+CASES = [
+    ("lfm2_biased", 2, 1, OVERLAPPED),
+    ("lfm2_six_heads", 3, 1, {}),
+    ("qwen3_5", 2, 1, DRAFTS),
+    ("qwen3_next_six_heads", 3, 1, OVERLAPPED),  # and five experts
+    ("lfm2_biased_four_layers", 1, 2, {}),
+    ("qwen3_5_four_layers", 1, 2, {**DRAFTS, **OVERLAPPED}),
+    ("qwen3_next_four_layers", 2, 2, OVERLAPPED),
+]
+
+
+def sizes(width: int, num_stages: int) -> dict[str, object]:
+    return {"tensor_parallel_size": width, "pipeline_parallel_size": num_stages}
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(("variant", "width", "num_stages", "flags"), CASES)
+def test_tokens_are_those_of_one_rank_and_of_transformers(
+    variant: str, width: int, num_stages: int, flags: dict[str, object]
+) -> None:
+    found = tokens(variant, block_size=BLOCK, **sizes(width, num_stages), **flags)
+    assert found == tokens(variant, block_size=BLOCK)
+    check_greedy(variant, found)
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("width", "num_stages", "flags"),
+    [
+        (2, 1, {"preemption_mode": "swap", "swap_space": 1 << 20, **OVERLAPPED}),
+        (2, 1, {"preemption_mode": "recompute", "num_state_slots": 3}),
+        (1, 2, {"preemption_mode": "swap", "swap_space": 1 << 20, **OVERLAPPED}),
+        (2, 2, {"preemption_mode": "recompute", "kv_cache_dtype": "fp8_e4m3", **OVERLAPPED}),
+    ],
+    ids=["swap", "recompute, few slots", "swap, stages", "8 bits"],
+)
+def test_preempted_requests_have_the_tokens_of_one_rank(
+    width: int, num_stages: int, flags: dict[str, object]
+) -> None:
+    small = {"block_size": BLOCK, "num_gpu_blocks_override": 24, "max_model_len": 96, **flags}
+    found = tokens("qwen3_next_four_layers", **sizes(width, num_stages), **small)
+    assert found == tokens("qwen3_next_four_layers", **small)
+
+
+@pytest.mark.parametrize(
+    ("variant", "width", "num_stages"),
+    [("qwen3_next_four_layers", 2, 1), ("lfm2_biased_four_layers", 1, 2)],
+)
+def test_prompts_begin_at_states_that_others_have_left(
+    variant: str, width: int, num_stages: int
+) -> None:
+    flags = {"block_size": BLOCK, "state_interval": 2 * BLOCK, "max_num_batched_tokens": 24}
+    with engine(variant, **flags, **sizes(width, num_stages)) as core:
+        check_logprobs(core, variant, PROMPT)
+        for place, num_cached in ((63, 0), (64, 64), (69, 64)):
+            num_hits = core.scheduler.kv.num_hits
+            check_logprobs(core, variant, PROMPT[:place] + OTHER[place:])
+            assert core.scheduler.kv.num_hits - num_hits == num_cached
+        assert core._runner._steps._recorded._recordings
+
+
+def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> None:
+    """Runs a prompt, and checks tokens and log-probabilities against `transformers`."""
+    path = tiny_checkpoint(variant)
+    request = engine_request("r", prompt, max_tokens=NUM_TOKENS, logprobs=2)
+    outputs = run_all(core, [request])["r"]
+    drawn = tokens_of(outputs)
+    assert drawn == reference_greedy(path, prompt, NUM_TOKENS)
+    details = [detail for output in outputs for detail in output.logprobs]
+    check_tokens(path, [*prompt, *drawn], details, num_top=2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags", "message"),
+    [
+        ("lfm2", sizes(4, 1), "--tensor-parallel-size is 4; it must divide the 2 KV heads of a"),
+        ("qwen3_next", sizes(2, 1), "it must divide the 3 'query' heads of states of a model"),
+        (
+            "lfm2_biased",
+            sizes(1, 2),
+            "--pipeline-parallel-size is 2; its stages need equally many layers .* and 1 recurrent",
+        ),
+        (
+            "lfm2_biased",
+            {**sizes(2, 1), "kv_connector": "shm://"},
+            "--kv-connector is shm://.* cannot transfer states yet",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    variant: str, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message), engine(variant, **flags):
+        pass
