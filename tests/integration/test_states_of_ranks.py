@@ -2,14 +2,17 @@
 `transformers`, whether requests are preempted, forked, or begin at states that others have left.
 """
 
+from pathlib import Path
+
 import pytest
 
 from baton.common.errors import ConfigurationError
 from engine.loop.core import EngineCore
 from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.kv_urls import fresh_shm_name, kv_urls
 from tests.support.logprob_checks import check_tokens
-from tests.support.rank_engines import check_greedy, tokens
+from tests.support.rank_engines import check_greedy, check_handed_over, tiers, tokens
 from tests.support.real_engines import engine, run_all, tokens_of
 from tests.support.requests import engine_request
 
@@ -91,6 +94,29 @@ def test_prompts_begin_at_states_that_others_have_left(
         assert core._runner._steps._recorded._recordings
 
 
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(
+    ("variant", "scheme", "prefill", "decode"),
+    [
+        ("lfm2_biased_four_layers", "shm", sizes(2, 1), sizes(1, 2)),
+        ("qwen3_next_four_layers", "grpc", sizes(1, 1), sizes(2, 2)),
+    ],
+)
+def test_tiers_of_other_ranks_hand_over_their_parts_of_states(
+    variant: str,
+    scheme: str,
+    prefill: dict[str, object],
+    decode: dict[str, object],
+    tmp_path: Path,
+) -> None:
+    path, flags = tiny_checkpoint(variant), {"block_size": BLOCK}
+    flags |= {"kv_transfer_head_slices": 2, "kv_transfer_layer_slices": 2}
+    with fresh_shm_name() as shm_name:
+        flags["kv_connector"] = kv_urls(tmp_path, shm_name, "", timeout_s=20)[scheme]
+        with tiers(path, prefill, decode, **flags) as split:
+            check_handed_over(path, split)
+
+
 def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> None:
     """Runs a prompt, and checks tokens and log-probabilities against `transformers`."""
     path = tiny_checkpoint(variant)
@@ -111,11 +137,6 @@ def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> N
             "lfm2_biased",
             sizes(1, 2),
             "--pipeline-parallel-size is 2; its stages need equally many layers .* and 1 recurrent",
-        ),
-        (
-            "lfm2_biased",
-            {**sizes(2, 1), "kv_connector": "shm://"},
-            "--kv-connector is shm://.* cannot transfer states yet",
         ),
     ],
 )
