@@ -153,6 +153,7 @@ def test_older_files_have_the_joined_projections_in_one_tensor(tmp_path):
         ("qwen3_5", "qwen35.ssm.group_count", 4, "qwen35.ssm.group_count 4 is not supported"),
         ("qwen3_5", "qwen35.nextn_predict_layers", 4, "nextn_predict_layers 4 is not supported"),
         ("qwen3_next", "qwen3next.nextn_predict_layers", 1, "nextn_predict_layers 1 is not"),
+        ("gpt_oss", "gpt-oss.rope.freq_base_swa", 5000.0, "rope.freq_base_swa 5000.0 is not"),
         ("cohere", "command-r.logit_scale", None, "it has no command-r.logit_scale"),
     ],
 )

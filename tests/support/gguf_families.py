@@ -311,6 +311,7 @@ def _gpt_oss_keys(config: Any) -> dict[str, Any]:
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.intermediate_size,
         "attention.sliding_window": config.sliding_window,
+        "rope.freq_base_swa": float(config.rope_parameters["rope_theta"]),
     }
 
 

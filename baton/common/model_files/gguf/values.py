@@ -200,4 +200,6 @@ class HeaderValues:
         if key == "attention.sliding_window":  # no query sees fewer tokens than there are
             window = self._scalar(key)
             return type(window) is int and (window == 0 or window >= self.integer("context_length"))
+        if key == "rope.freq_base_swa":  # of layers with a window
+            return bool(value == self._scalar("rope.freq_base"))
         return not value or value in _NEUTRAL.get(key, ())
