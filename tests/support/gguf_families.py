@@ -143,6 +143,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_DELTA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {
@@ -162,6 +172,7 @@ _FILE_ARCHITECTURES = {
     "cohere": "command-r",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 
 
@@ -227,7 +238,7 @@ def _keys(config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -348,6 +359,7 @@ def _lfm2_keys(config: Any) -> dict[str, Any]:
     }
 
 
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "gemma2": _gemma2_keys,
     "gemma3_text": lambda config: {"attention.sliding_window": config.sliding_window},
@@ -364,9 +376,8 @@ _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "cohere": _cohere_keys,
     "cohere2": _cohere_keys,
     "qwen3_next": lambda config: _delta_keys(config) | _expert_keys(config),
-    "qwen3_5_text": lambda config: (
-        _delta_keys(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
-    ),
+    "qwen3_5_text": lambda config: _delta_keys(config) | _SECTIONS,
+    "qwen3_5_moe_text": lambda config: _delta_keys(config) | _SECTIONS | _expert_keys(config),
     "lfm2": _lfm2_keys,
 }
 

@@ -37,8 +37,7 @@ def qwen_moe_fields(values: HeaderValues, *, normalizes: bool) -> dict[str, Any]
 
 def shared_expert_fields(values: HeaderValues) -> dict[str, Any]:
     """Returns the width of the expert that all tokens have."""
-    whole = values.integer("feed_forward_length")
-    width = values.integer("expert_shared_feed_forward_length", whole)
+    width = values.integer("expert_shared_feed_forward_length", values.mlp_width)
     return {"shared_expert_intermediate_size": width}
 
 

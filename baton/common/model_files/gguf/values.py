@@ -64,6 +64,16 @@ class HeaderValues:
         return self.num_blocks - num_drafting
 
     @property
+    def mlp_width(self) -> int:
+        """The width of an MLP; in models that state none, that of an expert.
+
+        Raises:
+            ConfigurationError: neither is stated.
+        """
+        width = "expert_feed_forward_length"
+        return self.integer("feed_forward_length", self.integer(width) if self.has(width) else None)
+
+    @property
     def head_dim(self) -> int:
         """The width of a head.
 
