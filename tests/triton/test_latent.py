@@ -1,12 +1,13 @@
 """Triton's latent attention, and what it writes to the cache, against float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import latent
+from kernels.triton import latent, linear
 from tests.support import latent_cases
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.pairs import pairs
@@ -68,6 +69,18 @@ def test_bits_do_not_depend_on_the_other_sequences():
         ),
     )
     assert torch.equal(attend(alone), attend(case)[3:])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "num_copied", "dtype"),
+    pairs([1, 3], [(24, 6), (33, 7), (64, 128)], [0, 64], DTYPES),
+)
+def test_heads_have_matrices_of_their_own(num_tokens, shape, num_copied, dtype):
+    ops = SimpleNamespace(
+        make_weight_stack=reference.make_weight_stack, head_linear=linear.head_linear
+    )
+    options = {"num_copied": num_copied, "dtype": dtype, "device": DEVICE}
+    latent_cases.check_head_linear(ops, num_tokens, 5, shape, **options)
 
 
 def write_case(dtype=torch.float32, module=latent, **options):
