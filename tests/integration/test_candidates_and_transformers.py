@@ -176,7 +176,13 @@ def _reference(variant: str) -> Outputs:
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "lfm2"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("llama", "qwen2_alternating", "lfm2"),
+        pytest.param("deepseek_v2_lite", marks=pytest.mark.slow),
+    ],
+)
 def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     flags = dict(LOADS[load])
     if variant == "qwen2_alternating" and "num_gpu_blocks_override" in flags:
@@ -188,7 +194,7 @@ def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     assert is_tight == ("tight" in load)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "deepseek_v2_lite"])
 def test_two_tiers_return_the_candidates_of_one_engine(variant: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kv"
     requests = _all_requests()
