@@ -117,7 +117,7 @@ def test_a_larger_step_needs_more(demo):
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "gpt2", "falcon", "gemma2", "qwen2_moe", "lfm2", "qwen3_5_moe", "qwen3_next"],
+    ["llama", "gpt2", "falcon", "gemma2", "deepseek_v2", "lfm2", "qwen3_5_moe", "qwen3_next"],
 )
 def test_layers_need_at_most_what_is_planned(variant):
     """The memory of tensors that exist at the same time while a prompt is computed."""
