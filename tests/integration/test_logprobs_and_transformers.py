@@ -130,7 +130,8 @@ def test_features_change_no_logprob(variant: str, feature: str) -> None:
             assert core.scheduler.load().num_preemptions > 0
 
 
-TELLING = ("gemma3", "granite", "olmo3")  # with all of what decoders differ in
+# With all of what decoders differ in.
+TELLING = ("gemma3", "granite", "olmo3", "lfm2", "qwen3_5_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize(
