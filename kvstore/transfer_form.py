@@ -290,13 +290,7 @@ class BlockSlicing:
         return tuple(object_ids)
 
     def objects_in(self, num_blocks: int) -> int:
-        """Returns the number of the objects of a pool's blocks for tokens.
-
-        Args:
-            num_blocks: number of all its blocks, those with slots included.
-        """
-        if self.form.states is not None:
-            num_blocks = self.share.num_blocks
+        """Returns the number of the objects of some blocks for tokens."""
         return num_blocks * self.transfer_blocks * self.objects_per_block
 
     @cached_property
@@ -312,7 +306,7 @@ class BlockSlicing:
     @cached_property
     def first_state_object(self) -> int:
         """Number of the first object of a slot."""
-        return self.share.num_blocks * self.transfer_blocks * self.objects_per_block
+        return self.objects_in(self.share.num_blocks)
 
     def holds_state(self, object_id: int) -> bool:
         """Whether an object belongs to a slot, rather than to a block."""

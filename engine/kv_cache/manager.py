@@ -95,31 +95,21 @@ class KvCacheManager:
 
     # Prefix cache.
 
-    def match_prefix(self, keys: Sequence[bytes], num_tokens: int) -> PrefixMatch:
+    def match_prefix(
+        self, keys: Sequence[bytes], num_tokens: int, *, num_loaded: int = 0
+    ) -> PrefixMatch:
         """Returns the longest cached prefix of a sequence. Changes nothing.
 
         Args:
             keys: keys of the sequence's full blocks.
             num_tokens: its length. At least one token is left to compute.
+            num_loaded: number of its tokens whose KV will be loaded, the prefix included, and
+                states at their end, so that the prefix needs none. 0 without a load.
         """
-        limit = min(len(keys), (num_tokens - 1) // self.spec.block_size)
-        return self._prefixes.match(keys, limit if self._enable_prefix_caching else 0)
-
-    def match_for_load(
-        self, match: PrefixMatch, keys: Sequence[bytes], num_loaded: int
-    ) -> PrefixMatch:
-        """Returns the longest cached prefix of a sequence whose first tokens are loaded, at most of
-        these. As states are loaded that lie behind it, it needs none.
-
-        Args:
-            match: result of `match_prefix`.
-            keys: keys of the sequence's full blocks.
-            num_loaded: number of tokens whose KV will be loaded.
-        """
-        if self.states is None or not self._enable_prefix_caching:
-            return match
-        limit = min(len(keys), num_loaded // self.spec.block_size)
-        return self._prefixes.match(keys, limit, needs_states=False)
+        num_usable = min(num_tokens - 1, num_loaded or num_tokens)
+        limit = min(len(keys), num_usable // self.spec.block_size)
+        limit = limit if self._enable_prefix_caching else 0
+        return self._prefixes.match(keys, limit, needs_states=not num_loaded)
 
     def register(self, table: BlockTable, keys: Sequence[bytes], num_computed: int) -> None:
         """Offers full, computed blocks to the prefix cache, each once.
@@ -193,10 +183,9 @@ class KvCacheManager:
         """
         if self.spec.blocks_for(num_tokens) > self.pool.num_blocks:
             return Allocation.NEVER
-        if self.states is not None:
-            matched = () if num_loaded else match.blocks[-1]
-            if not self.states.can_admit(matched, alone=alone):
-                return Allocation.LATER
+        states = self.states
+        if states is not None and not states.can_admit(match, num_loaded, alone=alone):
+            return Allocation.LATER
         num_new, num_revived = self._tokens.count_admission(num_tokens, match, num_loaded)
         return self.pool.can_allocate(num_new, num_revived + (0 if alone else self._watermark))
 
@@ -211,21 +200,12 @@ class KvCacheManager:
             self.num_queries += num_tokens
             self.num_hits += match.num_blocks * self.spec.block_size
         blocks, first_live = self._tokens.admit(num_tokens, match, num_loaded)
-        num_registered, num_applied = match.num_blocks, match.num_blocks * self.spec.block_size
-        if self.states is not None:
-            slots, first = self.states.admit(match, num_loaded)
-            blocks.append(slots)
-            first_live.append(first)
-            if num_loaded:
-                num_registered, num_applied = min(num_registered, first), num_loaded
-        return BlockTable(
-            blocks,
-            first_live,
-            num_registered,
-            epoch=self._epoch,
-            num_known=num_tokens,
-            num_applied=num_applied,
+        table = BlockTable(
+            blocks, first_live, match.num_blocks, epoch=self._epoch, num_known=num_tokens
         )
+        if self.states is not None:
+            self.states.admit(table, match, num_loaded)
+        return table
 
     # Growth.
 

@@ -66,40 +66,39 @@ class StateSlots:
         self._blocks = blocks
         self._pool = blocks.pool
 
-    def can_admit(self, matched: Sequence[int], *, alone: bool) -> bool:
-        """Whether a new sequence gets a current slot.
+    def can_admit(self, match: PrefixMatch, num_loaded: int, *, alone: bool) -> bool:
+        """Whether a new sequence gets a current slot; for the arguments see `admit`.
 
-        A free slot that it has matched is enough if nothing else runs: if it gets no other one, it
-        goes on in that. So is one into which its states are loaded.
-
-        Args:
-            matched: the slot at which the sequence goes on; empty if it begins, or is loaded.
-            alone: whether nothing else runs.
+        A free slot that it has matched is enough if nothing else runs (`alone`): if it gets no
+        other one, it goes on in that.
         """
+        matched = () if num_loaded else match.blocks[self._layer_group]
         num_revived = len(matched) - self._pool.num_held(matched)
         is_enough = alone and num_revived == 1
         return num_revived + (not is_enough) <= self._pool.num_free_slots
 
-    def admit(self, match: PrefixMatch, num_loaded: int) -> tuple[list[int], int]:
-        """Returns the table of a new sequence, and the index of its first entry.
+    def admit(self, table: BlockTable, match: PrefixMatch, num_loaded: int) -> None:
+        """Adds the layer group of states to the table of a new sequence.
 
-        That is the slot of the matched prefix; without one, a new slot.
+        Its one entry is the slot of the matched prefix; without one, a new slot.
 
         Args:
+            table: has the sequence's blocks.
             match: the matched prefix.
             num_loaded: number of tokens after which states are loaded, into a new slot; 0 if none
                 are.
         """
-        if num_loaded:
-            first = (num_loaded - 1) // self._spec.block_size
-            return [*[NO_BLOCK] * first, *self._pool.allocate_slots(1)], first
-        num_blocks, matched = match.num_blocks, match.blocks[self._layer_group]
-        self.counts.num_hits += len(matched)
+        num_applied = num_loaded or match.num_blocks * self._spec.block_size
+        first = max(0, num_applied - 1) // self._spec.block_size
+        slots = () if num_loaded else match.blocks[self._layer_group]
+        self._pool.acquire(slots)
+        self.counts.num_hits += len(slots)
         self.counts.num_lost_tokens += match.num_lost_blocks * self._spec.block_size
-        if matched:
-            self._pool.acquire(matched)
-            return [*[NO_BLOCK] * (num_blocks - 1), *matched], num_blocks - 1
-        return self._pool.allocate_slots(1), 0
+        table.blocks.append([NO_BLOCK] * first + list(slots or self._pool.allocate_slots(1)))
+        table.first_live.append(first)
+        table.num_applied = num_applied
+        if num_loaded:  # its slot may lie at the end of a block that is cached
+            table.num_registered = min(table.num_registered, first)
 
     def num_missing(self, table: BlockTable) -> int:
         """Returns the number of slots, 0 or 1, without which the table cannot be extended."""

@@ -10,7 +10,7 @@ If the connector saves ahead, it receives the blocks that a step fills before th
 their first layers are saved while the step computes the others.
 """
 
-from collections import OrderedDict, abc
+from collections import abc
 
 from engine.groups.group import Sequence, SequenceGroup
 from engine.groups.states import new_handoff_id, overlap
@@ -18,15 +18,13 @@ from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
 from engine.kv_transfer.jobs import JobTable, Save
 from engine.kv_transfer.save_policy import SavePolicy
+from engine.kv_transfer.tails import Tails
 from kvstore.connector import KvConnectorScheduler
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import SaveResult
 
 __all__ = ["Saves"]
-
-# Handoffs with a tail that may be released. Beyond this, the store's TTL removes the oldest tail.
-_MAX_HANDOFFS = 65_536
 
 # The error of a save whose lease is over.
 _CANCELLED = "cancelled"
@@ -65,8 +63,7 @@ class Saves:
         self._namespace = namespace
         self._policy = policy
         self._metrics = metrics
-        # Block keys of tails, by handoff, until the handoff is released.
-        self._tail_keys: OrderedDict[str, bytes] = OrderedDict()
+        self._tails = Tails(connector, cut)
 
     # What is saved, and when.
 
@@ -184,15 +181,12 @@ class Saves:
         transfer = group.transfer
         handoff = None if transfer.save_failed else transfer.handoff
         if handoff is not None and transfer.tail_failed:
-            handoff = self._without_tail(group, handoff)
+            handoff = self._tails.cut_off(handoff)
         if handoff is None:
             return None
         transfer.handoff_sent = True
         self._connector.offer(handoff.handoff_id)
-        if handoff.num_tokens % self._cut.size:
-            self._tail_keys[handoff.handoff_id] = handoff.block_keys[-1]
-        if len(self._tail_keys) > _MAX_HANDOFFS:
-            self._tail_keys.popitem(last=False)
+        self._tails.keep(handoff)
         if group.hands_over and group.times.first_token_at is not None:
             self._metrics.prompt_saved(*overlap(transfer.save_times, group.times.first_token_at))
         return handoff
@@ -203,8 +197,7 @@ class Saves:
         Full blocks in a store stay there for other requests.
         """
         self._connector.end_lease(handoff_id)
-        if key := self._tail_keys.pop(handoff_id, None):
-            self._connector.delete(self._cut.object_keys(key))
+        self._tails.release(handoff_id)
 
     def take_back(self, group: SequenceGroup) -> None:
         """Ends the lease of a preempted group, so that its lent blocks come free.
@@ -240,7 +233,7 @@ class Saves:
             self._connector.end_lease(transfer.handoff_id)
             transfer.handoff_cancelled = True
             if not transfer.tail_failed:  # else it was deleted when its save failed
-                self._delete_tail(group)
+                self._tails.drop_useless(group)
 
     def discard(self, group: SequenceGroup) -> None:
         """Deletes all that the group has saved, as its KV is not finite.
@@ -278,7 +271,7 @@ class Saves:
         if job.lease_id == transfer.handoff_id:  # else it was taken back, and is saved again
             transfer.tail_failed |= failed and job.is_tail
             transfer.save_failed |= failed and (not job.is_tail or lease_is_over)
-        self._delete_tail(group)
+        self._tails.drop_useless(group)
         self._clean_up(group)
 
     def _first_unsaved(self, sequence: Sequence) -> int:
@@ -383,29 +376,6 @@ class Saves:
         return self._connector.make_handoff(
             group.transfer.handoff_id, self._namespace, keys, num_tokens
         )
-
-    def _without_tail(self, group: SequenceGroup, handoff: KvHandoff) -> KvHandoff | None:
-        """Returns a handoff of the full blocks of another one; None if there are none, or if no
-        states are saved that lie at their end.
-        """
-        num_full = handoff.num_tokens // self._cut.size
-        if not num_full or self._kv.states is not None:
-            return None
-        keys = handoff.block_keys[:num_full]
-        return self._make_handoff(group, keys, num_full * self._cut.size)
-
-    def _tail_of(self, handoff: KvHandoff) -> list[bytes]:
-        """Returns the object keys of a handoff's tail, which only its own request can load."""
-        if handoff.num_tokens % self._cut.size == 0:
-            return []
-        return self._cut.object_keys(handoff.block_keys[-1])
-
-    def _delete_tail(self, group: SequenceGroup) -> None:
-        """Deletes a tail that no handoff names once the group has no open save."""
-        transfer = group.transfer
-        is_useless = transfer.handoff_cancelled or transfer.tail_failed
-        if is_useless and transfer.handoff and not transfer.pending_saves:
-            self._connector.delete(self._tail_of(transfer.handoff))
 
     def _clean_up(self, group: SequenceGroup) -> None:
         """Deletes what a poisoned group has saved, once it has no open save.

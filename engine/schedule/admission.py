@@ -254,7 +254,7 @@ class Admission:
         if num_missing:
             if not loads.is_worth_loading(group, num_missing, num_queued):
                 return self._admit(group, plan)  # now it has nothing to load
-            match = self._kv.match_for_load(match, keys, num_loaded)
+            match = self._kv.match_prefix(keys, num_tokens, num_loaded=num_loaded)
             num_cached = match.num_blocks * self._config.block_size
         else:
             num_loaded = 0

@@ -107,11 +107,12 @@ class SideStreamCopier(BlockCopier):
         self._in = _SideLane(segment, pool.device)
         # The streams are not ordered after the kernels that zeroed pool and staging.
         torch.cuda.synchronize(pool.device)
-        self._warm_up(segment, range(slicing.objects_in(len(pool))))
-        if (slots := slicing.slots) is not None:
-            first = slicing.first_state_object
-            num_objects = slots.slot_bytes // slicing.object_layout.block_bytes
-            self._warm_up(segment, range(first, first + num_objects))
+        first, slots = slicing.first_state_object, slicing.slots
+        if slots is None:
+            self._warm_up(segment, range(slicing.objects_in(len(pool))))
+        else:
+            self._warm_up(segment, range(first))
+            self._warm_up(segment, range(first, first + slots.slot_bytes // slots.unit_bytes))
 
     @override
     def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, StateLayout, StatePart
 from kvstore.mover.copies import ConvertingCopier
 from kvstore.mover.side_streams import SideStreamCopier
 from kvstore.mover.staging import Segment
 from kvstore.registry import open_store
-from kvstore.transfer_form import BlockSlicing, RangeError, TransferForm
+from kvstore.transfer_form import BlockSlicing, PoolShare, RangeError, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.devices import DEVICE, IS_CUDA
 
@@ -106,19 +106,23 @@ def test_a_copy_that_fails_to_start_does_not_affect_the_next(copier, pool, segme
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8_e4m3"])
-def test_converted_blocks_equal_those_of_the_cpu_copier(dtype: str) -> None:
-    form = TransferForm(8, dtype, num_head_slices=2)
-    slicing = BlockSlicing.of(LAYOUT, form)
+def test_converted_blocks_and_states_equal_those_of_the_cpu_copier(dtype: str) -> None:
+    states = StateLayout(2, (StatePart("s", 8, 20_000, "float32"),))
+    form = TransferForm(8, dtype, num_head_slices=2, states=states)
+    slicing = BlockSlicing(LAYOUT, form, PoolShare(num_blocks=24))
+    assert slicing.slots is not None
+    first, step = slicing.first_state_object, 2 * slicing.slots.units
     on_cpu = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(torch.bfloat16)
     on_gpu = on_cpu.to(DEVICE)
     copiers = [ConvertingCopier(on_cpu, slicing), SideStreamCopier(on_gpu, slicing)]
     segments = [Segment(slicing.object_layout, pinned=True) for _ in copiers]
-    count = min(segments[0].num_slots, 30)
+    count = min(segments[0].num_slots - step, 20)
     for each, segment in zip(copiers, segments, strict=True):
-        each.gather(range(7, 7 + count), segment).wait()
+        each.gather([*range(7, 7 + count), *range(first, first + step)], segment).wait()
     assert torch.equal(segments[0].payload, segments[1].payload)
     for each, segment in zip(copiers, segments, strict=True):
-        each.scatter(segment, range(60, 60 + count)).wait()
+        second_slot = range(first + step, first + 2 * step)
+        each.scatter(segment, [*range(60, 60 + count), *second_slot]).wait()
         each.close()
     assert torch.equal(_bits(on_gpu).cpu(), _bits(on_cpu))
 

@@ -158,8 +158,8 @@ class ManagerMachine(RuleBasedStateMachine):
         num_loaded = num_loaded if start < num_loaded <= len(tokens) else 0
         if self.kv.states and num_loaded:  # the states come with the load
             needed = keys[: num_loaded // self.spec.block_size]
-            match = self.kv.match_for_load(match, keys, num_loaded)
-            self._check_match(match, needed, len(tokens) + 1, needs_states=False)
+            match = self.kv.match_prefix(keys, len(tokens), num_loaded=num_loaded)
+            self._check_match(match, needed, len(tokens), needs_states=False)
             start = match.num_blocks * self.spec.block_size
         alone = not self.seqs
         answer = self.kv.can_admit(len(tokens), match, num_loaded=num_loaded, alone=alone)
