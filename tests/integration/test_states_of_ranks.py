@@ -39,6 +39,7 @@ CASES = [
     ("lfm2_six_heads", 3, 1, {}),
     ("qwen3_5", 2, 1, DRAFTS),
     ("qwen3_next_six_heads", 3, 1, OVERLAPPED),  # and five experts
+    ("qwen3_5_moe", 2, 1, {}),
     ("lfm2_biased_four_layers", 1, 2, {}),
     ("qwen3_5_four_layers", 1, 2, {**DRAFTS, **OVERLAPPED}),
     ("qwen3_next_four_layers", 2, 2, OVERLAPPED),
