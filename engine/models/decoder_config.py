@@ -131,9 +131,11 @@ class DecoderConfig(ModelConfig):
 
     @override
     def stored_as(self, names: Collection[str]) -> Self:
-        if self.experts is None:
-            return self
-        return replace(self, experts=self.experts.stored_as(names))
+        return replace(
+            self,
+            experts=None if self.experts is None else self.experts.stored_as(names),
+            latent=None if self.latent is None else self.latent.stored_as(names),
+        )
 
 
 def decoder_config(

@@ -53,6 +53,16 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 40,
+    "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+
 # By name, the class of a config and its fields.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}),
@@ -160,6 +170,30 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
@@ -187,6 +221,8 @@ _FILE_ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     "cohere": "command-r",
     "qwen3_next": "qwen3next",
@@ -354,6 +390,28 @@ def _glm4_moe_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _deepseek_keys(config: Any) -> dict[str, Any]:
+    query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    keys = _glm4_moe_keys(config) | {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": query_dim,
+        "attention.value_length": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
+        "vocab_size": config.vocab_size,
+    }
+    if config.model_type == "deepseek_v2":
+        return keys | {"expert_gating_func": 1}
+    return keys | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": query_dim,
+        "attention.value_length_mla": config.v_head_dim,
+    }
+
+
 def _gpt_oss_keys(config: Any) -> dict[str, Any]:
     return {
         "expert_count": config.num_local_experts,
@@ -411,6 +469,8 @@ _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "mixtral": _expert_keys,
     "olmoe": _expert_keys,
     "glm4_moe": _glm4_moe_keys,
+    "deepseek_v2": _deepseek_keys,
+    "deepseek_v3": _deepseek_keys,
     "gpt_oss": _gpt_oss_keys,
     "cohere": _cohere_keys,
     "cohere2": _cohere_keys,
@@ -455,6 +515,12 @@ def _delta_tensors(
     """Yields tensors as the converter makes them of those of gated delta nets."""
     for name, array in tensors:
         parent, _, part = name.rpartition("linear_attn.")
+        if config.model_type == "deepseek_v3" and name.endswith(".kv_b_proj.weight"):
+            heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), values
+            continue
         if not parent:
             yield name, array
         elif part == "in_proj_qkvz.weight":

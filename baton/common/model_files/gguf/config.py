@@ -67,7 +67,6 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
     values = HeaderValues(header, header.metadata["general.architecture"])
     values.refuse_others(_READ_KEYS | {architecture.epsilon} | architecture.keys)
-    head_dim = values.head_dim
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -76,11 +75,9 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         **{name: values.integer(key) for key, name in _SIZES.items()},
         "intermediate_size": values.mlp_width,
         "num_hidden_layers": values.num_layers,
-        "num_key_value_heads": _num_kv_heads(values, architecture),
-        "head_dim": head_dim,
+        **_heads(values, architecture),
         "vocab_size": _vocab_size(header),
         "rms_norm_eps": values.number(architecture.epsilon),
-        "rope_parameters": _rope_parameters(values, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
@@ -114,6 +111,19 @@ def _end_ids(header: GgufHeader) -> set[int]:
         ends.pop(_MESSAGE_END, None)
     named = [header.token_id(role) for role in ("eos", "eot", "eom")]
     return {*ends.values(), *(token_id for token_id in named if token_id is not None)}
+
+
+def _heads(values: HeaderValues, architecture: GgufArchitecture) -> dict[str, Any]:
+    """Returns the number of KV heads, the width of a head, and the rotary embedding."""
+    if architecture.is_latent:  # `GgufArchitecture.fields` has the widths
+        rotary_dim = values.integer("rope.dimension_count")
+        return {"rope_parameters": architecture.rope(values, rotary_dim)}
+    head_dim = values.head_dim
+    return {
+        "num_key_value_heads": _num_kv_heads(values, architecture),
+        "head_dim": head_dim,
+        "rope_parameters": _rope_parameters(values, architecture, head_dim),
+    }
 
 
 def _num_kv_heads(values: HeaderValues, architecture: GgufArchitecture) -> int:
