@@ -110,7 +110,7 @@ class DecoderLayer(nn.Module):
         normed = self.input_layernorm(hidden)
         if self._is_parallel:
             rows = select_rows(normed if self._shares_norm else hidden, kv)
-            rows = self.post_attention_layernorm(rows)  # before its memory is that of a result
+            rows = self.post_attention_layernorm(rows)  # attention may reuse the memory of `hidden`
             hidden = self.self_attn(normed, rotations, kv, residual=hidden)
             output = self.mlp(rows, residual=hidden)
             return output
