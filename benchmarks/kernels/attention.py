@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ BLOCK_SIZE = 16
 """The engine's default."""
 _WINDOW = 512
 _ROTATED_CONTEXT = 512
+_LATENT_HEADS, _LATENT_DIM, _LATENT_ROTARY_DIM = 16, 512, 64  # those of DeepSeek-V2-Lite
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class _AttentionStep:
 
 
 def attention_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
-    """Decoding, chunks of a prompt, and both within a window."""
+    """Decoding, chunks of a prompt, both within a window, and decoding with latent attention."""
     for step in _steps(sizes):
         yield Case(
             "paged_attention",
@@ -59,6 +60,21 @@ def attention_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> It
             max(span.context for span in step.spans),
             partial(_attention_calls, shape, step),
         )
+    head_dim = _LATENT_DIM + _LATENT_ROTARY_DIM
+    latent = replace(shape, num_heads=_LATENT_HEADS, num_kv_heads=1, head_dim=head_dim)
+    step = _decode_step(4, 2048)
+    yield Case(
+        "paged_attention",
+        f"{step.what}, latent",
+        step.size,
+        attention_cost(
+            step.spans,
+            num_query_features=_LATENT_HEADS * (head_dim + _LATENT_DIM) // 2,
+            kv_bytes_per_token=head_dim * dtype.itemsize,
+        ),
+        2048,
+        partial(_attention_calls, latent, step, value_dim=_LATENT_DIM),
+    )
 
 
 def rotation_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
@@ -103,10 +119,16 @@ def _named(what: str, window: int | None) -> str:
 
 
 def _attention_calls(
-    shape: DecoderShape, step: _AttentionStep, numbers: Numbers, num_copies: int
+    shape: DecoderShape,
+    step: _AttentionStep,
+    numbers: Numbers,
+    num_copies: int,
+    *,
+    value_dim: int | None = None,
 ) -> Sequence[Call]:
     meta, num_blocks = step_metadata(step.spans, numbers.device)
     query = numbers.normal(step.num_tokens, shape.num_heads, shape.head_dim)
+    num_parts = 2 if value_dim is None else 1
     return [
         partial(
             numbers.module.paged_attention,
@@ -115,8 +137,9 @@ def _attention_calls(
             meta,
             scale=shape.head_dim**-0.5,
             sliding_window=step.sliding_window,
+            value_dim=value_dim,
         )
-        for layer in _kv_layers(shape, numbers, num_blocks, num_copies)
+        for layer in _kv_layers(shape, numbers, num_blocks, num_copies, num_parts)
     ]
 
 
@@ -149,14 +172,15 @@ def _rotate(
 
 
 def _kv_layers(
-    shape: DecoderShape, numbers: Numbers, num_blocks: int, num_copies: int
+    shape: DecoderShape, numbers: Numbers, num_blocks: int, num_copies: int, num_parts: int = 2
 ) -> list[torch.Tensor]:
-    """Makes `num_copies` layers of equal KV, `[num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim]`.
+    """Makes `num_copies` layers of equal KV, `[num_blocks, num_parts, num_kv_heads, BLOCK_SIZE,
+    head_dim]`.
 
     As in the engine, a block of a pool holds all layers of the model; several pools are made if
     one has too few layers.
     """
-    block = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    block = (num_parts, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     layer = numbers.normal(num_blocks, *block, seed=3)
     num_layers = min(num_copies, shape.num_layers)
     pools = [

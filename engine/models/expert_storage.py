@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 from typing_extensions import override
 
-from engine.models.tensor_parts import TensorPart, TransposedRows, WeightTarget
+from engine.models.tensor_parts import OneOfStack, TensorPart, TransposedRows, WeightTarget
 from kernels import Cut, RowsOfWeight
 
 __all__ = ["ExpertStorage", "expert_biases", "expert_matrices"]
@@ -69,7 +69,7 @@ def expert_matrices(
         for rows in parts.values():
             of_expert = Cut(total, first, first + rows.shape[0])
             cuts = of_all, of_expert, Cut.whole(rows.shape[1])
-            yield TensorPart(path, _OneExpert(rows), cuts)
+            yield TensorPart(path, OneOfStack(rows), cuts)
             first += rows.shape[0]
         return
     matrix = _RowsInTurn([*parts.values()])
@@ -107,23 +107,7 @@ def _of_expert(
     name: str, target: WeightTarget, of_all: Cut, *, is_quantized: bool = False
 ) -> TensorPart:
     cuts = of_all, *(Cut.whole(size) for size in target.shape)
-    return TensorPart(name, _OneExpert(target), cuts, is_quantized)
-
-
-class _OneExpert(RowsOfWeight):
-    """A target of one expert's part of a tensor that stacks those of all experts.
-
-    Args:
-        target: the part.
-    """
-
-    def __init__(self, target: WeightTarget) -> None:
-        self.shape, self.nbytes = (1, *target.shape), target.nbytes
-        self._target = target
-
-    @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source[0])
+    return TensorPart(name, OneOfStack(target), cuts, is_quantized)
 
 
 class _RowsInTurn(RowsOfWeight):

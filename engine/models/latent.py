@@ -20,7 +20,7 @@ from engine.models.latent_config import LatentConfig
 from engine.models.layers import HeadCuts, select_rows
 from engine.models.linear import FusedLinear, Linear, PackedModule
 from engine.models.norms import RmsNorm
-from engine.models.tensor_parts import TensorPart, TransposedRows, half_split_order
+from engine.models.tensor_parts import OneOfStack, TensorPart, TransposedRows, half_split_order
 from kernels import Cut, RankGroup, Rotation, WeightStack, WeightUse
 from kernels.paged_kv import LayerKv
 
@@ -33,18 +33,24 @@ class HeadLinear(PackedModule):
     """A linear layer without a bias for each head.
 
     The checkpoint has a tensor of `[heads * parts.total, columns]` for it and other layers; `parts`
-    are its rows of each head there.
+    are its rows of each head there. Without such a tensor it has `[heads, outputs, inputs]`.
 
     Args:
         heads: the heads of this rank.
         parts: the rows of a head.
         num_columns: number of columns of the tensor.
-        stored_as: name of the checkpoint's tensor, in place of this module's.
-        is_transposed: whether the tensor's rows are the inputs of this layer, not the outputs.
+        stored_as: name of the checkpoint's tensor of several layers; None if each has its own.
+        is_transposed: whether that tensor's rows are the inputs of this layer, not the outputs.
     """
 
     def __init__(
-        self, heads: Cut, parts: Cut, num_columns: int, *, stored_as: str, is_transposed: bool
+        self,
+        heads: Cut,
+        parts: Cut,
+        num_columns: int,
+        *,
+        stored_as: str | None,
+        is_transposed: bool,
     ) -> None:
         self._shape = (num_columns, parts.size) if is_transposed else (parts.size, num_columns)
         super().__init__(heads.size * self._shape[0], self._shape[1], WeightUse.LINEAR)
@@ -65,15 +71,24 @@ class HeadLinear(PackedModule):
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        heads = self._heads
+        matrices = [
+            self.weight.rows(number * self._shape[0], self._shape[0])
+            for number in range(heads.size)
+        ]
+        if self._stored_as is None:
+            for head, matrix in enumerate(matrices, heads.start):
+                of_head = Cut(heads.total, head, head + 1)
+                cuts = of_head, *map(Cut.whole, self._shape)
+                yield TensorPart(f"{path}.weight", OneOfStack(matrix), cuts)
+            return
         name = f"{path.rpartition('.')[0]}.{self._stored_as}.weight"
-        total, columns = self._heads.total * self._parts.total, Cut.whole(self._num_columns)
-        for number in range(self._heads.size):
-            target = self.weight.rows(number * self._shape[0], self._shape[0])
-            first = (self._heads.start + number) * self._parts.total + self._parts.start
+        total, columns = heads.total * self._parts.total, Cut.whole(self._num_columns)
+        for head, matrix in enumerate(matrices, heads.start):
+            first = head * self._parts.total + self._parts.start
             rows = Cut(total, first, first + self._parts.size)
-            yield TensorPart(
-                name, TransposedRows(target) if self._is_transposed else target, (rows, columns)
-            )
+            target = TransposedRows(matrix) if self._is_transposed else matrix
+            yield TensorPart(name, target, (rows, columns))
 
 
 class LatentAttention(torch.nn.Module):
@@ -166,12 +181,9 @@ class LatentAttention(torch.nn.Module):
 def _absorbed_layers(latent: LatentConfig, heads: Cut) -> tuple[HeadLinear, HeadLinear]:
     """Makes the layers that map queries to latent vectors, and latent vectors to values."""
     key, total = latent.key_dim, latent.key_dim + latent.value_dim
-    keys = HeadLinear(
-        heads, Cut(total, 0, key), latent.latent_dim, stored_as="kv_b_proj", is_transposed=True
-    )
-    values = HeadLinear(
-        heads, Cut(total, key, total), latent.latent_dim, stored_as="kv_b_proj", is_transposed=False
-    )
+    width, name = latent.latent_dim, None if latent.has_head_matrices else "kv_b_proj"
+    keys = HeadLinear(heads, Cut(total, 0, key), width, stored_as=name, is_transposed=True)
+    values = HeadLinear(heads, Cut(total, key, total), width, stored_as=name, is_transposed=False)
     return keys, values
 
 

@@ -1,11 +1,14 @@
 """`LatentConfig`: latent attention as a checkpoint's config.json describes it."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
 
 __all__ = ["LatentConfig", "latent_config"]
 
+_HEAD_MATRIX = re.compile(r"\.k_b_proj\.weight$")
 _MAX_WIDTH = 2**16  # modules have parts for each head, before the weights' shapes are compared
 
 
@@ -21,6 +24,8 @@ class LatentConfig:
             share.
         key_dim: width of the other part of a head's query and key.
         value_dim: width of a head's value.
+        has_head_matrices: whether the checkpoint has the matrices of the absorbed form, k_b_proj
+            and v_b_proj, in place of kv_b_proj.
     """
 
     query_rank: int | None
@@ -28,6 +33,7 @@ class LatentConfig:
     rotary_dim: int
     key_dim: int
     value_dim: int
+    has_head_matrices: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -38,6 +44,10 @@ class LatentConfig:
     def query_dim(self) -> int:
         """Width of a head's query, as it is projected."""
         return self.key_dim + self.rotary_dim
+
+    def stored_as(self, names: Iterable[str]) -> "LatentConfig":
+        """Returns the config for a checkpoint with tensors of these names."""
+        return replace(self, has_head_matrices=any(map(_HEAD_MATRIX.search, names)))
 
 
 def latent_config(fields: ConfigFields) -> LatentConfig:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from kernels import Cut, RowsOfWeight
 
 __all__ = [
+    "OneOfStack",
     "OrderedRows",
     "StoredModule",
     "TensorPart",
@@ -110,6 +111,22 @@ class OrderedRows(RowsOfWeight):
         groups = source.view(-1, len(self._order), *source.shape[1:])
         ordered = groups.index_select(1, self._order.to(source.device))
         self._target.copy_(ordered.flatten(0, 1))
+
+
+class OneOfStack(RowsOfWeight):
+    """A target of one matrix, or one vector, of a tensor that stacks several.
+
+    Args:
+        target: the matrix.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        self.shape, self.nbytes = (1, *target.shape), target.nbytes
+        self._target = target
+
+    @override
+    def copy_(self, source: torch.Tensor) -> None:
+        self._target.copy_(source[0])
 
 
 class TransposedRows(RowsOfWeight):

@@ -89,22 +89,37 @@ def mostly_slow(cases: Sequence[tuple[object, ...]], num_fast: int) -> list[obje
     return [*cases[:num_fast], *slow]
 
 
+# Tokens per block of prefill and decode, layer slices, head slices.
 SLICINGS = (
-    *[((8, 32), 1), ((32, 8), 1), ((16, 32), 1), ((32, 16), 1), ((16, 8), 1)],
-    *[((8, 32), 3), ((32, 8), 3)],
+    *[((8, 32), 1, 1), ((32, 8), 1, 1), ((16, 32), 1, 1), ((32, 16), 1, 1), ((16, 8), 1, 1)],
+    *[((8, 32), 3, 1), ((32, 8), 3, 1)],
+)
+
+
+HYBRIDS = (
+    ("lfm2", ((8, 32), 1, 1), True),  # a slot is one object
+    ("qwen3_5", ((32, 8), 1, 1), True),  # five objects
+    ("qwen3_5_four_layers", ((16, 32), 2, 2), False),
+    ("lfm2_biased_four_layers", ((16, 8), 2, 2), False),
+    ("qwen3_5_four_layers", ((8, 16), 2, 1), True),
 )
 
 
 @pytest.mark.parametrize(
     ("variant", "slicing", "announces_saved"),
-    mostly_slow(pairs(("mistral", "llama", "gpt2"), SLICINGS, (True, False)), num_fast=2),
+    mostly_slow(pairs(("mistral", "llama", "gpt2"), SLICINGS, (True, False)), num_fast=2)
+    + mostly_slow(HYBRIDS, num_fast=3),
 )
 def test_decode_loads_kv_of_another_block_size(
-    variant: str, slicing: tuple[tuple[int, int], int], announces_saved: bool, tmp_path: Path
+    variant: str, slicing: tuple[tuple[int, int], int, int], announces_saved: bool, tmp_path: Path
 ) -> None:
-    sizes, layer_slices = slicing
+    sizes, layer_slices, head_slices = slicing
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
-    form = {"kv_transfer_block_size": 8, "kv_transfer_layer_slices": layer_slices}
+    form = {
+        "kv_transfer_block_size": 8,
+        "kv_transfer_layer_slices": layer_slices,
+        "kv_transfer_head_slices": head_slices,
+    }
     prefill, decode = (
         build(path, role, url, block_size=size, **form)
         for role, size in zip(("prefill", "decode"), sizes, strict=True)
@@ -149,11 +164,23 @@ def test_a_handoff_of_another_form_is_refused_with_both_digests(tmp_path: Path) 
     decode.close()
 
 
-@pytest.mark.parametrize(("slices", "size"), [(3, 16), (1, 5)])
-def test_a_form_that_the_model_does_not_allow_is_refused(slices: int, size: int) -> None:
-    flags = {"kv_transfer_head_slices": slices, "kv_transfer_block_size": size, "block_size": 16}
-    with pytest.raises(ConfigurationError, match="--kv-transfer-"):
-        build_core(tiny_checkpoint("llama"), "both", **flags)
+@pytest.mark.parametrize(
+    ("variant", "flags", "message"),
+    [
+        ("llama", {"kv_transfer_head_slices": 3}, "--kv-transfer-head-slices is 3"),
+        ("llama", {"kv_transfer_block_size": 5}, "--kv-transfer-block-size is 5"),
+        (
+            "lfm2",
+            {"kv_transfer_layer_slices": 2},
+            "--kv-transfer-layer-slices is 2; it must be a divisor of the 3 recurrent layers",
+        ),
+    ],
+)
+def test_a_form_that_the_model_does_not_allow_is_refused(
+    variant: str, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_core(tiny_checkpoint(variant), "both", block_size=16, **flags)
 
 
 # Types.
@@ -238,6 +265,45 @@ def test_decode_rounds_loaded_kv_to_8_bits_as_if_it_had_computed_it(tmp_path: Pa
     assert torch.equal(views.scales, scales)
     prefill.close()
     decode.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "types", "sizes"),
+    [
+        ("qwen3_5", (FP8, FP8, FP8), (16, 8)),
+        ("lfm2", ("auto", FP8, FP8), (8, 32)),
+        pytest.param("qwen3_5", ("auto", "bfloat16", FP8), (32, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_states_stay_as_they_are_where_kv_is_converted(
+    variant: str, types: tuple[str, str, str], sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    theirs, form, ours = types
+    flags = {"kv_transfer_block_size": 4, "kv_transfer_dtype": form, "kv_transfer_head_slices": 2}
+    path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
+    prefill, decode = (
+        build(path, role, url, block_size=size, kv_cache_dtype=dtype, **flags)
+        for role, size, dtype in zip(("prefill", "decode"), sizes, (theirs, ours), strict=True)
+    )
+    (request,) = make_requests((64,))
+    handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
+    outputs = run_all(decode, [handed])[request.spec.request_id]
+    assert outputs[0].cached_tokens == 64
+    assert handed.handoff is not None
+    sent, arrived = (
+        _cached_state(core, handed.handoff.block_keys[-1]) for core in (prefill, decode)
+    )
+    assert sent.any()
+    assert torch.equal(arrived, sent)
+    prefill.close()
+    decode.close()
+
+
+def _cached_state(core: EngineCore, key: bytes) -> torch.Tensor:
+    """Returns the bytes of the slot with the states after a block."""
+    slot = core.scheduler.kv.pool.lookup(key, len(core.info.windows))
+    assert slot is not None
+    return core._runner._slots[slot - core.num_blocks]
 
 
 def _cached_blocks(core: EngineCore, keys: tuple[bytes, ...]) -> torch.Tensor:

@@ -36,6 +36,9 @@ SERVED = (
     "cohere2",
     "qwen2_moe",
     "mixtral",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
     "gpt_oss",
     "qwen3_next",
     "qwen3_5",
@@ -55,6 +58,7 @@ def described_model(path):
     for part in file.header.parts:
         with GgufWeights(file.header, part, torch.float32) as tensors:
             weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    weights = joined_heads(weights)
     weights = joined_experts(weights, is_gpt_oss=config["model_type"] == "gpt_oss")
     if described.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -85,6 +89,15 @@ def joined_experts(weights, *, is_gpt_oss):
             swapped = stack.transpose(1, 2) if is_gpt_oss and not ending else stack
             others[f"{parent}.{part}{ending}"] = swapped
     return others
+
+
+def joined_heads(weights):
+    """The weights with the heads' matrices of latent attention in one, as `transformers` has it."""
+    for name in [name for name in weights if name.endswith(".k_b_proj.weight")]:
+        keys = weights.pop(name).transpose(1, 2)
+        values = weights.pop(name.replace("k_b", "v_b"))
+        weights[name.replace("k_b", "kv_b")] = torch.cat([keys, values], 1).flatten(0, 1)
+    return weights
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -153,6 +166,12 @@ def test_older_files_have_the_joined_projections_in_one_tensor(tmp_path):
         ("qwen3_5", "qwen35.ssm.group_count", 4, "qwen35.ssm.group_count 4 is not supported"),
         ("qwen3_5", "qwen35.nextn_predict_layers", 4, "nextn_predict_layers 4 is not supported"),
         ("qwen3_next", "qwen3next.nextn_predict_layers", 1, "nextn_predict_layers 1 is not"),
+        ("glm4_moe", "glm4moe.expert_gating_func", 1, "glm4moe.expert_gating_func 1 is not"),
+        ("deepseek_v3", "deepseek2.expert_gating_func", 3, "deepseek2.expert_gating_func 3 is"),
+        ("deepseek_v3", "deepseek2.attention.key_length_mla", 8, "attention.key_length 32 is not"),
+        ("deepseek_v2", "deepseek2.rope.scaling.type", "linear", "rope.scaling.type 'linear' is"),
+        ("deepseek_v2", "deepseek2.rope.scaling.yarn_log_multiplier", 0.0, "yarn_log_multiplier"),
+        ("gpt_oss", "gpt-oss.rope.freq_base_swa", 5000.0, "rope.freq_base_swa 5000.0 is not"),
         ("cohere", "command-r.logit_scale", None, "it has no command-r.logit_scale"),
     ],
 )

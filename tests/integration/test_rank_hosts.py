@@ -90,10 +90,16 @@ def test_a_rank_that_ends_ends_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "connector", ["grpc://", pytest.param("file://{tmp_path}", marks=pytest.mark.slow)]
+    ("variant", "connector"),
+    [
+        ("llama", "grpc://"),
+        pytest.param("lfm2_biased", "file://{tmp_path}", marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_on_two_hosts_hand_their_kv_over(connector: str, tmp_path: Path) -> None:
-    path = tiny_checkpoint("llama")
+def test_ranks_on_two_hosts_hand_their_kv_over(
+    variant: str, connector: str, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(variant)
     port = reserved_port()
     url = connector.format(tmp_path=tmp_path)
     flags = {"kv_connector": url, "kv_transfer_head_slices": 2}

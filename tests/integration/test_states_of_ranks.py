@@ -2,6 +2,7 @@
 `transformers`, whether requests are preempted, forked, or begin at states that others have left.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ CASES = [
     ("lfm2_six_heads", 3, 1, {}),
     ("qwen3_5", 2, 1, DRAFTS),
     ("qwen3_next_six_heads", 3, 1, OVERLAPPED),  # and five experts
+    ("qwen3_5_moe", 2, 1, {}),
     ("lfm2_biased_four_layers", 1, 2, {}),
     ("qwen3_5_four_layers", 1, 2, {**DRAFTS, **OVERLAPPED}),
     ("qwen3_next_four_layers", 2, 2, OVERLAPPED),
@@ -88,37 +90,15 @@ def test_prompts_begin_at_states_that_others_have_left(
     with engine(variant, **flags, **sizes(width, num_stages)) as core:
         check_logprobs(core, variant, PROMPT)
         for place, num_cached in ((63, 0), (64, 64), (69, 64)):
-            num_hits = core.scheduler.kv.num_hits
-            check_logprobs(core, variant, PROMPT[:place] + OTHER[place:])
-            assert core.scheduler.kv.num_hits - num_hits == num_cached
+            prompt = PROMPT[:place] + OTHER[place:]
+            assert check_logprobs(core, variant, prompt) == num_cached
         assert core._runner._steps._recorded._recordings
 
 
-@pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize(
-    ("variant", "scheme", "prefill", "decode"),
-    [
-        ("lfm2_biased_four_layers", "shm", sizes(2, 1), sizes(1, 2)),
-        ("qwen3_next_four_layers", "grpc", sizes(1, 1), sizes(2, 2)),
-    ],
-)
-def test_tiers_of_other_ranks_hand_over_their_parts_of_states(
-    variant: str,
-    scheme: str,
-    prefill: dict[str, object],
-    decode: dict[str, object],
-    tmp_path: Path,
-) -> None:
-    path, flags = tiny_checkpoint(variant), {"block_size": BLOCK}
-    flags |= {"kv_transfer_head_slices": 2, "kv_transfer_layer_slices": 2}
-    with fresh_shm_name() as shm_name:
-        flags["kv_connector"] = kv_urls(tmp_path, shm_name, "", timeout_s=20)[scheme]
-        with tiers(path, prefill, decode, **flags) as split:
-            check_handed_over(path, split)
-
-
-def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> None:
-    """Runs a prompt, and checks tokens and log-probabilities against `transformers`."""
+def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> int:
+    """Runs a prompt, and checks tokens and log-probabilities against `transformers`; returns how
+    many of its tokens were cached.
+    """
     path = tiny_checkpoint(variant)
     request = engine_request("r", prompt, max_tokens=NUM_TOKENS, logprobs=2)
     outputs = run_all(core, [request])["r"]
@@ -126,6 +106,57 @@ def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> N
     assert drawn == reference_greedy(path, prompt, NUM_TOKENS)
     details = [detail for output in outputs for detail in output.logprobs]
     check_tokens(path, [*prompt, *drawn], details, num_top=2)
+    return outputs[0].cached_tokens
+
+
+TIERS = [
+    # Ranks per stage and stages of prefill, then of decode.
+    ("qwen3_next_four_layers", (2, 1, 1, 2), "shm", OVERLAPPED),
+    ("lfm2_biased_four_layers", (1, 1, 2, 1), "grpc", {}),
+    ("lfm2_biased_four_layers", (1, 2, 2, 2), "nixl", OVERLAPPED),
+    ("qwen3_next_six_heads", (3, 1, 1, 1), "redis", {}),
+    ("qwen3_5_four_layers", (2, 2, 1, 1), "redis", {"kv_transfer_block_size": 4}),
+]
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(("variant", "ranks", "scheme", "flags"), TIERS)
+def test_tiers_of_any_numbers_of_ranks_hand_over(
+    variant: str,
+    ranks: tuple[int, int, int, int],
+    scheme: str,
+    flags: dict[str, object],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Nothing is recomputed: decode loads KV and states, each rank its heads and layers."""
+    path = tiny_checkpoint(variant)
+    width, stages, decode_width, decode_stages = ranks
+    common = {
+        "block_size": BLOCK,
+        "kv_transfer_head_slices": max(width, decode_width),
+        "kv_transfer_layer_slices": max(stages, decode_stages),
+        **flags,
+    }
+    redis_url = request.getfixturevalue("redis_server").url if scheme == "redis" else ""
+    with ExitStack() as opened:
+        shm_name = opened.enter_context(fresh_shm_name())
+        common["kv_connector"] = kv_urls(tmp_path, shm_name, redis_url, timeout_s=20)[scheme]
+        tier_sizes = sizes(width, stages), sizes(decode_width, decode_stages)
+        check_handed_over(path, opened.enter_context(tiers(path, *tier_sizes, **common)))
+
+
+@pytest.mark.usefixtures("loads_are_worth_it")
+def test_prompts_begin_at_states_that_other_numbers_of_ranks_have_saved(tmp_path: Path) -> None:
+    flags = {
+        "kv_connector": f"file://{tmp_path}/kv",
+        "kv_load_failure_policy": "fail",
+        "kv_transfer_head_slices": 2,
+        "kv_transfer_layer_slices": 2,
+    }
+    for width, num_stages, num_cached in ((2, 1, 0), (1, 2, 64), (1, 1, 64)):
+        with engine("qwen3_5_four_layers", **flags, **sizes(width, num_stages)) as core:
+            assert check_logprobs(core, "qwen3_5_four_layers", PROMPT) == num_cached
 
 
 @pytest.mark.parametrize(
@@ -137,6 +168,11 @@ def check_logprobs(core: EngineCore, variant: str, prompt: tuple[int, ...]) -> N
             "lfm2_biased",
             sizes(1, 2),
             "--pipeline-parallel-size is 2; its stages need equally many layers .* and 1 recurrent",
+        ),
+        (
+            "lfm2_biased",
+            {**sizes(2, 1), "kv_connector": "shm://", "kv_transfer_head_slices": 1},
+            "--kv-transfer-head-slices is 1; it must be a multiple of the 2 ranks",
         ),
     ],
 )

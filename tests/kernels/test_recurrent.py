@@ -206,8 +206,9 @@ def test_gated_delta_in_head_slices():
 
 @native_only("torch's sums depend on the size of a batch")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_bits_depend_neither_on_chunks_nor_on_threads(dtype):
-    case = delta_cases([70, 70], (2, 4, 19, 35), dtype)
+@pytest.mark.parametrize("heads", [(2, 4, 19, 35), (1, 2, 21, 128)])  # copied or not for one token
+def test_a_tokens_bits_depend_neither_on_chunks_nor_on_threads(heads, dtype):
+    case = delta_cases([70, 70], heads, dtype)
 
     def whole():
         spans, tables = [(0, 70), (0, 70)], [[0] * 9, [1] * 9]

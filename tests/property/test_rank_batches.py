@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from baton.common.errors import ConfigurationError
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.runtime.rank_batches import BatchReceiver, BatchSender, check_same_pools
+from engine.runtime.rank_batches import (
+    BatchReceiver,
+    BatchSender,
+    check_same_engine,
+    check_same_pools,
+)
 from tests.support.draw_params import draw_params
+from tests.support.fake_model import fake_config, fake_info
 
 SMALL = st.integers(0, 2**31 - 1)
 NUMBERS = st.lists(SMALL, max_size=5).map(tuple)
@@ -82,3 +88,17 @@ def test_a_rank_with_another_pool_than_rank_0_is_refused() -> None:
     check_same_pools(link, 64, 0, 3)
     with pytest.raises(ConfigurationError, match="number of KV blocks of rank 1 is 63, of rank 0"):
         check_same_pools(link, 63, 0, 3)
+    with pytest.raises(ConfigurationError, match="slots for states of rank 1 is 4, of rank 0 3"):
+        check_same_pools(link, 64, 0, 4)
+
+
+def test_a_rank_that_cuts_slots_in_another_way_than_rank_0_is_refused() -> None:
+    link: Any = Link()
+    info = fake_info(block_size=4, max_model_len=64, has_states=True)
+    check_same_engine(link, fake_config(), info)
+    link.rank = 1
+    check_same_engine(link, fake_config(), info)
+    assert info.states is not None
+    cut = replace(info, states=info.states.sliced(1, 2, 16))
+    with pytest.raises(ConfigurationError, match="layout of states of rank 1 is"):
+        check_same_engine(link, fake_config(), cut)

@@ -15,6 +15,7 @@ import transformers
 from tests.support.gguf_files import BYTE_TOKENIZER, in_pairs, stored_array, write_gguf
 
 _F32 = gguf.GGMLQuantizationType.F32
+_SUFFIXES = (".weight", ".bias")
 _SIZES = {
     "vocab_size": 259,
     "hidden_size": 64,
@@ -50,6 +51,16 @@ _DELTA = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 40,
+    "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
 
 # By name, the class of a config and its fields.
@@ -122,6 +133,23 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -142,7 +170,41 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_DELTA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {
@@ -158,10 +220,14 @@ _FILE_ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
+    "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     "cohere": "command-r",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 
 
@@ -173,6 +239,9 @@ def family_model(name: str) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape) * 0.3)
         for weight in model.parameters():
             deviation = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             weight.add_(torch.randn(weight.shape) * deviation)
@@ -227,7 +296,7 @@ def _keys(config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -305,12 +374,51 @@ def _expert_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _glm4_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": config.head_dim // 2,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+    }
+
+
+def _deepseek_keys(config: Any) -> dict[str, Any]:
+    query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    keys = _glm4_moe_keys(config) | {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": query_dim,
+        "attention.value_length": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
+        "vocab_size": config.vocab_size,
+    }
+    if config.model_type == "deepseek_v2":
+        return keys | {"expert_gating_func": 1}
+    return keys | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": query_dim,
+        "attention.value_length_mla": config.v_head_dim,
+    }
+
+
 def _gpt_oss_keys(config: Any) -> dict[str, Any]:
     return {
         "expert_count": config.num_local_experts,
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.intermediate_size,
         "attention.sliding_window": config.sliding_window,
+        "rope.freq_base_swa": float(config.rope_parameters["rope_theta"]),
     }
 
 
@@ -347,6 +455,7 @@ def _lfm2_keys(config: Any) -> dict[str, Any]:
     }
 
 
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "gemma2": _gemma2_keys,
     "gemma3_text": lambda config: {"attention.sliding_window": config.sliding_window},
@@ -359,13 +468,15 @@ _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_moe": _expert_keys,
     "mixtral": _expert_keys,
     "olmoe": _expert_keys,
+    "glm4_moe": _glm4_moe_keys,
+    "deepseek_v2": _deepseek_keys,
+    "deepseek_v3": _deepseek_keys,
     "gpt_oss": _gpt_oss_keys,
     "cohere": _cohere_keys,
     "cohere2": _cohere_keys,
     "qwen3_next": lambda config: _delta_keys(config) | _expert_keys(config),
-    "qwen3_5_text": lambda config: (
-        _delta_keys(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
-    ),
+    "qwen3_5_text": lambda config: _delta_keys(config) | _SECTIONS,
+    "qwen3_5_moe_text": lambda config: _delta_keys(config) | _SECTIONS | _expert_keys(config),
     "lfm2": _lfm2_keys,
 }
 
@@ -378,7 +489,7 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in _delta_tensors(_apart(model), config):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = names.get_name(name, (".weight", ".bias"))
+        stored = names.get_name(name.replace("_correction_bias", "_correction.bias"), _SUFFIXES)
         assert stored is not None, name
         is_rotated = ".q_proj." in name or ".k_proj." in name
         if has_offset(config, name):
@@ -404,6 +515,12 @@ def _delta_tensors(
     """Yields tensors as the converter makes them of those of gated delta nets."""
     for name, array in tensors:
         parent, _, part = name.rpartition("linear_attn.")
+        if config.model_type == "deepseek_v3" and name.endswith(".kv_b_proj.weight"):
+            heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b", "v_b"), values
+            continue
         if not parent:
             yield name, array
         elif part == "in_proj_qkvz.weight":

@@ -57,7 +57,7 @@ class GgufWeights:
     Args:
         header: of the model, which may be split into several files.
         file: one of its files.
-        dtype: type of the tensors that `get_tensor` returns.
+        dtype: type of the tensors that `get_tensor` returns, but for vectors, which are float32.
 
     Raises:
         ConfigurationError: a tensor has a type that cannot be dequantized, a shape that the type
@@ -106,7 +106,9 @@ class GgufWeights:
         order = self._order_of_rows(place)
         columns = self._order_of(place.names[0]).columns
         selected = range(place.shape[0])[index[0]]
-        result = torch.empty(len(selected), place.columns, dtype=self._dtype)
+        # Some vectors are not rounded to the type of the weights.
+        dtype = self._dtype if len(place.shape) > 1 else torch.float32
+        result = torch.empty(len(selected), place.columns, dtype=dtype)
         step = max(1, _PIECE_ELEMENTS // place.columns)
         for start in range(0, len(selected), step):
             part = slice(selected.start + start, min(selected.start + start + step, selected.stop))

@@ -2,7 +2,8 @@
 //
 // A task is one head of one sequence. It goes from token to token, so a token's result depends
 // neither on where its prompt is cut nor on other sequences. Tokens are prepared in tiles, so that
-// a range of the state's columns stays in the nearest cache for a whole tile.
+// a range of the state's columns stays in the nearest cache for a whole tile. A single token goes
+// over the state where it lies.
 #include <cmath>
 
 #include "commands.h"
@@ -13,9 +14,8 @@ namespace baton {
 namespace {
 
 constexpr int64_t kTokens = 16;  // of a tile
-constexpr int kVectors = 2;      // of a range of columns
+constexpr int kVectors = 4;      // of a range of columns; their sums do not wait for each other
 constexpr int64_t kColumns = kVectors * kLanes;
-constexpr int kSums = 4;  // sums that do not wait for each other
 constexpr float kNormEps = 1e-6f;
 
 int64_t ranges_of(const GatedDelta& job) { return (job.value_dim + kColumns - 1) / kColumns; }
@@ -37,13 +37,21 @@ class Head {
         decays_(updates_ + kTokens) {}
 
   void run() {
-    load_state(span_.source());
+    const int64_t source = span_.source();
+    if (span_.end - span_.start == 1 && job_.value_dim % kColumns == 0 && source >= 0) {
+      const int64_t target = span_.target(span_.start);
+      if (target >= 0) return run_in_place(source, target);
+    }
+    load_state(source);
     for (int64_t position = span_.start, stop; position < span_.end; position = stop) {
       stop = span_.next_stop(position, kTokens);
       const int64_t row = span_.first_row + position - span_.start, count = stop - position;
       for (int64_t token = 0; token < count; ++token) prepare(row + token, token);
       for (int64_t first = 0; first < job_.value_dim; first += kColumns) {
-        for (int64_t token = 0; token < count; ++token) advance(row + token, token, first);
+        float* state = state_ + first * job_.key_dim;
+        for (int64_t token = 0; token < count; ++token) {
+          advance(row + token, token, first, {state, state, kColumns});
+        }
       }
       const int64_t target = span_.target(stop - 1);
       if (target >= 0) store_state(target);
@@ -51,6 +59,22 @@ class Head {
   }
 
  private:
+  // A range of the state's columns before and after a token. Rows are `stride` apart.
+  struct Range {
+    const float* from;
+    float* to;
+    int64_t stride;
+  };
+
+  // Computes the only token, from one slot to another or the same.
+  void run_in_place(int64_t source, int64_t target) {
+    prepare(span_.first_row, 0);
+    for (int64_t first = 0; first < job_.value_dim; first += kColumns) {
+      advance(span_.first_row, 0, first,
+              {place_of(source) + first, place_of(target) + first, job_.value_dim});
+    }
+  }
+
   // Normalizes a token's key and query, and computes its share of the update and its decay.
   void prepare(int64_t row, int64_t token) {
     const int64_t key_place = key_head_ * job_.key_dim;
@@ -79,51 +103,35 @@ class Head {
   }
 
   // Computes columns [first, first + kColumns) of one token.
-  void advance(int64_t row, int64_t token, int64_t first) {
+  void advance(int64_t row, int64_t token, int64_t first, const Range& range) const {
     const float *key = keys_ + token * key_width_, *query = queries_ + token * key_width_;
-    float* state = state_ + first * job_.key_dim;
     const Floats decay = broadcast(decays_[token]), update = broadcast(updates_[token]);
-    Floats predicted[kSums][kVectors] = {};
-    for_rows([&](int64_t i, int part) {
+    Floats predicted[kVectors] = {}, change[kVectors], out[kVectors] = {};
+    for (int64_t i = 0; i < job_.key_dim; ++i) {
       for (int v = 0; v < kVectors; ++v) {
-        predicted[part][v] += load<Floats>(state + i * kColumns + v * kLanes) * broadcast(key[i]);
+        const float* place = range.from + i * range.stride + v * kLanes;
+        predicted[v] += load<Floats>(place) * broadcast(key[i]);
       }
-    });
+    }
     const Stored* values =
         element(job_.value, row * job_.value_stride + head_ * job_.value_dim + first);
-    Floats change[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const Floats value = read_lanes<E>(values + v * kLanes, left(first, v));
-      change[v] = (value - decay * total(predicted, v)) * update;
+      change[v] = (value - decay * predicted[v]) * update;
     }
-    Floats out[kSums][kVectors] = {};
-    for_rows([&](int64_t i, int part) {
+    for (int64_t i = 0; i < job_.key_dim; ++i) {
       for (int v = 0; v < kVectors; ++v) {
-        float* place = state + i * kColumns + v * kLanes;
-        const Floats next = load<Floats>(place) * decay + broadcast(key[i]) * change[v];
-        store(place, next);
-        out[part][v] += next * broadcast(query[i]);
+        const int64_t place = i * range.stride + v * kLanes;
+        const Floats next =
+            load<Floats>(range.from + place) * decay + broadcast(key[i]) * change[v];
+        store(range.to + place, next);
+        out[v] += next * broadcast(query[i]);
       }
-    });
+    }
     auto* to = static_cast<Stored*>(job_.out) + (row * job_.num_heads + head_) * job_.value_dim;
     for (int v = 0; v < kVectors; ++v) {
-      write_lanes<E>(to + first + v * kLanes, total(out, v), left(first, v));
+      write_lanes<E>(to + first + v * kLanes, out[v], left(first, v));
     }
-  }
-
-  // Calls body(row of the state, number of the sum that it belongs to).
-  template <class Body>
-  void for_rows(const Body& body) const {
-    int64_t i = 0;
-    for (; i + kSums <= job_.key_dim; i += kSums) {
-#pragma GCC unroll 4
-      for (int part = 0; part < kSums; ++part) body(i + part, part);
-    }
-    for (; i < job_.key_dim; ++i) body(i, 0);
-  }
-
-  static Floats total(const Floats (&sums)[kSums][kVectors], int v) {
-    return (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]);
   }
 
   // Columns from vector v of a range on.

@@ -86,6 +86,7 @@ class GgufArchitecture:
             numbers of the file's.
         new_axes: by names of a layer's tensors in files, the place of an axis of length one that
             the checkpoint's tensors have and the file's lack.
+        is_latent: whether attention is latent, and so heads have no common width.
     """
 
     model_class: str
@@ -104,6 +105,7 @@ class GgufArchitecture:
     plain_norms: frozenset[str] = frozenset()
     conversions: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     new_axes: Mapping[str, int] = field(default_factory=dict)
+    is_latent: bool = False
 
     @property
     def layer_names(self) -> Mapping[str, str]:

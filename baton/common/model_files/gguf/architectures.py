@@ -13,11 +13,17 @@ from baton.common.model_files.gguf.dense_architectures import DENSE_ARCHITECTURE
 from baton.common.model_files.gguf.expert_architectures import EXPERT_ARCHITECTURES, MIXTRAL
 from baton.common.model_files.gguf.header import GgufHeader
 from baton.common.model_files.gguf.hybrid_architectures import HYBRID_ARCHITECTURES
+from baton.common.model_files.gguf.latent_architectures import LATENT_ARCHITECTURES
 
 __all__ = ["architecture_of"]
 
 _ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
-    {**DENSE_ARCHITECTURES, **EXPERT_ARCHITECTURES, **HYBRID_ARCHITECTURES}
+    {
+        **DENSE_ARCHITECTURES,
+        **EXPERT_ARCHITECTURES,
+        **HYBRID_ARCHITECTURES,
+        **LATENT_ARCHITECTURES,
+    }
 )
 # By architecture and key, what files with a value of the key have instead.
 _VARIANTS: Mapping[str, Mapping[str, GgufArchitecture]] = MappingProxyType(

@@ -14,7 +14,6 @@ __all__ = ["config_json", "generation_config_json"]
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 _READ_KEYS = frozenset(
@@ -25,6 +24,7 @@ _READ_KEYS = frozenset(
         "attention.head_count_kv",
         "attention.key_length",
         "attention.value_length",
+        "feed_forward_length",
         "rope.dimension_count",
         "rope.freq_base",
         "vocab_size",
@@ -46,6 +46,7 @@ _END_OF_TURN = (
     "<turn|>",
     "<|call|>",
     "<|return|>",
+    "<|observation|>",  # GLM-4, behind a call
 )
 # In a vocabulary with the first of these tokens, that of gpt-oss, the second one ends a message,
 # and further messages of the same turn may follow it.
@@ -66,19 +67,17 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
     values = HeaderValues(header, header.metadata["general.architecture"])
     values.refuse_others(_READ_KEYS | {architecture.epsilon} | architecture.keys)
-    head_dim = values.head_dim
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "dtype": _dtype(header),
         "hidden_act": "silu",
         **{name: values.integer(key) for key, name in _SIZES.items()},
+        "intermediate_size": values.mlp_width,
         "num_hidden_layers": values.num_layers,
-        "num_key_value_heads": _num_kv_heads(values, architecture),
-        "head_dim": head_dim,
+        **_heads(values, architecture),
         "vocab_size": _vocab_size(header),
         "rms_norm_eps": values.number(architecture.epsilon),
-        "rope_parameters": _rope_parameters(values, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
@@ -112,6 +111,19 @@ def _end_ids(header: GgufHeader) -> set[int]:
         ends.pop(_MESSAGE_END, None)
     named = [header.token_id(role) for role in ("eos", "eot", "eom")]
     return {*ends.values(), *(token_id for token_id in named if token_id is not None)}
+
+
+def _heads(values: HeaderValues, architecture: GgufArchitecture) -> dict[str, Any]:
+    """Returns the number of KV heads, the width of a head, and the rotary embedding."""
+    if architecture.is_latent:  # `GgufArchitecture.fields` has the widths
+        rotary_dim = values.integer("rope.dimension_count")
+        return {"rope_parameters": architecture.rope(values, rotary_dim)}
+    head_dim = values.head_dim
+    return {
+        "num_key_value_heads": _num_kv_heads(values, architecture),
+        "head_dim": head_dim,
+        "rope_parameters": _rope_parameters(values, architecture, head_dim),
+    }
 
 
 def _num_kv_heads(values: HeaderValues, architecture: GgufArchitecture) -> int:

@@ -10,9 +10,12 @@ from baton.common.model_files.gguf.values import WINDOW_KEYS, HeaderValues
 
 __all__ = [
     "EXPERT_ARCHITECTURES",
+    "GROUPED_EXPERT_KEYS",
+    "GROUPED_EXPERT_NAMES",
     "MIXTRAL",
     "SHARED_EXPERT_KEYS",
     "SHARED_EXPERT_NAMES",
+    "grouped_expert_fields",
     "qwen_moe_fields",
     "shared_expert_fields",
 ]
@@ -37,8 +40,7 @@ def qwen_moe_fields(values: HeaderValues, *, normalizes: bool) -> dict[str, Any]
 
 def shared_expert_fields(values: HeaderValues) -> dict[str, Any]:
     """Returns the width of the expert that all tokens have."""
-    whole = values.integer("feed_forward_length")
-    width = values.integer("expert_shared_feed_forward_length", whole)
+    width = values.integer("expert_shared_feed_forward_length", values.mlp_width)
     return {"shared_expert_intermediate_size": width}
 
 
@@ -76,6 +78,32 @@ def _gpt_oss_rope(values: HeaderValues, rotary_dim: int) -> dict[str, Any]:
     return {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope
 
 
+def grouped_expert_fields(values: HeaderValues) -> dict[str, Any]:
+    """Returns the fields of DeepSeek's mixtures, whose experts may be in groups."""
+    dense = values.header.metadata.get(values.name(_NUM_DENSE), 0)
+    if type(dense) is not int or not 0 <= dense <= values.num_layers:
+        raise values.unsupported(_NUM_DENSE)
+    return {
+        "n_routed_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "n_shared_experts": values.integer("expert_shared_count"),
+        "moe_intermediate_size": values.integer(_WIDTH),
+        "first_k_dense_replace": dense,
+        "n_group": values.integer("expert_group_count", 1),
+        "topk_group": values.integer("expert_group_used_count", 1),
+        "norm_topk_prob": values.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+    }
+
+
+def _glm4_moe(values: HeaderValues) -> Mapping[str, Any]:
+    function = "expert_gating_func"
+    if values.integer(function, _SIGMOID) != _SIGMOID:
+        raise values.unsupported(function)
+    has_norms = "blk.0.attn_q_norm.weight" in values.header.tensors
+    return {**grouped_expert_fields(values), "use_qk_norm": has_norms}
+
+
 def _experts(values: HeaderValues) -> dict[str, Any]:
     return {
         "num_experts": values.integer("expert_count"),
@@ -101,8 +129,33 @@ SHARED_EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
 """Names of mixtures with an expert that all tokens have, as `GgufArchitecture.names`."""
 _KEYS = frozenset({"expert_count", "expert_used_count", "expert_weights_norm"})
 _WIDTH = "expert_feed_forward_length"
+_NUM_DENSE = "leading_dense_block_count"
+_SIGMOID = 2  # the format's number of a router's function
 SHARED_EXPERT_KEYS = _KEYS | {_WIDTH, "expert_shared_feed_forward_length"}
 """Keys that `qwen_moe_fields` and `shared_expert_fields` read."""
+GROUPED_EXPERT_KEYS = _KEYS | {
+    _WIDTH,
+    _NUM_DENSE,
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_weights_scale",
+    "nextn_predict_layers",
+}
+"""Keys that `grouped_expert_fields` reads, and those of the router's function and of layers that
+draft tokens.
+"""
+GROUPED_EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **_NAMES,
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    }
+)
+"""Names of DeepSeek's mixtures, as `GgufArchitecture.names`."""
 
 EXPERT_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
@@ -127,6 +180,17 @@ EXPERT_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=_KEYS,
             fields=_olmoe,
             names=_NAMES,
+        ),
+        "glm4moe": GgufArchitecture(
+            model_class="Glm4MoeForCausalLM",
+            model_type="glm4_moe",
+            keys=GROUPED_EXPERT_KEYS,
+            fields=_glm4_moe,
+            names={
+                **GROUPED_EXPERT_NAMES,
+                "post_attention_norm": "post_attention_layernorm",
+            },
+            rotates_part=True,
         ),
         "gpt-oss": GgufArchitecture(
             model_class="GptOssForCausalLM",

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Set
 from typing import Any
 
 from baton.common.model_files.gguf.header import GgufHeader
@@ -47,12 +48,15 @@ _LLAMA3 = {
 _RELATIVE_TOLERANCE = 1e-4  # the file has float32
 
 
-def rope_parameters(values: HeaderValues, rotary_dim: int) -> dict[str, Any]:
+def rope_parameters(
+    values: HeaderValues, rotary_dim: int, *, also_known: Set[str] = frozenset()
+) -> dict[str, Any]:
     """Returns the base and the scaling of the rotary embedding.
 
     Args:
         values: keys of the architecture.
         rotary_dim: number of a head's elements that are rotated.
+        also_known: keys that the caller reads.
 
     Raises:
         ConfigurationError: the file has a kind of scaling that is not supported; names the key
@@ -62,7 +66,7 @@ def rope_parameters(values: HeaderValues, rotary_dim: int) -> dict[str, Any]:
     stated = {
         key.removeprefix(prefix): value
         for key, value in header.metadata.items()
-        if key.startswith(prefix)
+        if key.startswith(prefix) and key not in map(values.name, also_known)
     }
     for key, value in stated.items():
         if key == "freq_base" or (key in _NUMBERS and value):  # 0 is no statement of the others
