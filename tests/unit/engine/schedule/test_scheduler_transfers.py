@@ -1,5 +1,6 @@
 """Lookups, loads and saves of the scheduler: waiting requests, held blocks, timeouts, failures."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -382,12 +383,26 @@ def test_a_salt_that_is_not_valid_unicode_is_refused() -> None:
         _check(request("a", 3, cache_salt="\ud800"))
 
 
-def _check(submitted: EngineRequest) -> None:
+def test_states_may_be_handed_over_from_the_end_of_any_full_block() -> None:
+    """They are those that the engine had kept from which the request moved."""
+    whole = handed_over("a", max_tokens=2)
+    for num_blocks in (0, 1, 2):
+        keys = whole.handoff.block_keys[:num_blocks]
+        handoff = replace(whole.handoff, block_keys=keys, num_tokens=4 * num_blocks)
+        for has_states in (False, True):
+            may_come = num_blocks == 2 or (num_blocks == 1 and has_states)
+            refused = pytest.raises(InvalidArgumentError, match=r"handoff.num_tokens")
+            with nullcontext() if may_come else refused:
+                _check(replace(whole, handoff=handoff), has_states=has_states)
+
+
+def _check(submitted: EngineRequest, *, has_states: bool = False) -> None:
     check_request(
         submitted,
         config=fake_config(kv_connector="fake://"),
-        info=fake_info(4, 64),
+        info=fake_info(4, 64, has_states=has_states),
         num_blocks=3,
+        num_slots=1,
         namespace=NAMESPACE,
     )
 
