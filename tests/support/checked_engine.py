@@ -275,8 +275,8 @@ class CheckedEngine:
     def step(self) -> None:
         """Runs one step and checks outputs, batches and invariants."""
         if self.runner.fault == "not finite":
-            # With async scheduling the failure is seen later, with the next batch in flight.
-            self._num_fallible_steps = 4
+            # The failure is seen when the step is committed, with the next ones in flight.
+            self._num_fallible_steps = 3 + self.config.max_open_steps
         self._grammars.end_one()
         self.core.run_step(self._on_outputs)
         self._check_runner()
