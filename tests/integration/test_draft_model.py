@@ -233,6 +233,14 @@ def test_a_decode_tier_drafts_alone() -> None:
     assert rejected == 0
 
 
+def test_a_decode_tier_drafts_for_a_model_with_states() -> None:
+    path = tiny_checkpoint("lfm2")
+    flags = _drafting(tiny_checkpoint("opt"))
+    with tiers(path, {}, flags, kv_connector="memory://draft-models-lfm2") as split:
+        check_handed_over(path, split)
+        assert sum(_num_drafts(split._decode)) > 20
+
+
 def _changed(path: Path, file: str, old: str, new: str) -> Path:
     """Returns a copy of a checkpoint, one file of which differs."""
     copied = path / "draft"
