@@ -12,6 +12,7 @@ divide the heads; each of them computes and keeps the whole vectors.
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 import kernels
@@ -91,7 +92,7 @@ class HeadLinear(PackedModule):
             yield TensorPart(name, target, (rows, columns))
 
 
-class LatentAttention(torch.nn.Module):
+class LatentAttention(nn.Module):
     """Latent attention with the projections before and after it.
 
     Args:
