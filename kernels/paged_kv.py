@@ -141,6 +141,9 @@ class PagedKv:
         state_group: the layer group of the recurrent layers; None if there are none.
         states: per recurrent layer, in the order of their indices in `slots`, the `parts` of its
             `LayerState`.
+        group_shapes: per layer group of attention layers, `(layers_per_block, num_kv_heads,
+            head_dim)` of its blocks, which are as large as those of `pool`; empty if all have the
+            shape of `pool`.
     """
 
     pool: torch.Tensor
@@ -151,6 +154,7 @@ class PagedKv:
     on_layer: Callable[[int], None] | None = None
     state_group: int | None = None
     states: Sequence[tuple[torch.Tensor, ...]] = ()
+    group_shapes: Sequence[tuple[int, int, int]] = ()
 
     def layers(self) -> Iterator[LayerKv | LayerState]:
         """Yields each layer's part, from the first layer to the last."""
@@ -171,13 +175,20 @@ class PagedKv:
         return LayerState(self.states[index], meta, block_size, rows)
 
     def _layer_kv(self, layer_group: int, index: int, logit_rows: LogitRows | None) -> LayerKv:
-        cache, written = self.pool[:, index], self.layer_groups[layer_group]
+        cache, written = self._blocks_of(layer_group)[:, index], self.layer_groups[layer_group]
         scales = None if self.scales is None else self.scales[:, index]
         if logit_rows is None:
             return LayerKv(cache, scales, written, written, None)
         return LayerKv(
             cache, scales, written, logit_rows.layer_groups[layer_group], logit_rows.rows
         )
+
+    def _blocks_of(self, layer_group: int) -> torch.Tensor:
+        if not self.group_shapes:
+            return self.pool
+        num_layers, num_heads, head_dim = self.group_shapes[layer_group]
+        num_blocks, _, num_parts, _, block_size, _ = self.pool.shape
+        return self.pool.view(num_blocks, num_layers, num_parts, num_heads, block_size, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +207,21 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class QkNorms:
-    """Root-mean-square norms of each head of queries and keys.
+    """Root-mean-square norms of each head of queries, keys and, in some families, values.
 
     Attributes:
         query_weight: `[head_dim]`.
         key_weight: `[head_dim]`.
         eps: added to the mean of squares.
         kind: of both norms.
+        norms_values: whether values are normalized too, without a weight.
     """
 
     query_weight: torch.Tensor
     key_weight: torch.Tensor
     eps: float
     kind: NormKind = NormKind.ROUNDED
+    norms_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class KvConnectorScheduler:
         *,
         num_found: int = 0,
         lease_id: str = "",
+        tail_group: int = 0,
     ) -> int:
         """Schedules a save; returns its job id. `SaveJob` describes the arguments.
 
@@ -123,7 +124,15 @@ class KvConnectorScheduler:
         """
         job_id = next(self._job_ids)
         self._work.saves.append(
-            SaveJob(job_id, tuple(keys), tuple(block_ids), num_tail_tokens, num_found, lease_id)
+            SaveJob(
+                job_id,
+                tuple(keys),
+                tuple(block_ids),
+                num_tail_tokens,
+                num_found,
+                lease_id,
+                tail_group=tail_group,
+            )
         )
         return job_id
 

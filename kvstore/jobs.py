@@ -70,6 +70,7 @@ class SaveJob:
         lease_id: the id of the handoff that the blocks are saved for; empty if there is none.
         step: the number of the step that computes the blocks; it begins after the job. 0 if the
             blocks are computed already. A job with a step has full blocks only.
+        tail_group: the layer group whose KV a partial tail has; see `KvLayout.group_shapes`.
     """
 
     job_id: int
@@ -79,6 +80,7 @@ class SaveJob:
     num_found: int = 0
     lease_id: str = ""
     step: int = 0
+    tail_group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

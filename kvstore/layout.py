@@ -30,6 +30,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "SCALE_BYTES",
     "KvLayout",
+    "KvShape",
     "StateLayout",
     "StatePart",
 ]
@@ -43,6 +44,26 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of K, or V, of layers that share blocks.
+
+    Attributes:
+        num_kv_heads: KV heads of a layer.
+        head_dim: elements of one token's vector of one part and head.
+        num_layers: layers of a block.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int = 1
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's K, or V."""
+        return self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape and element type of a KV block.
 
@@ -53,6 +74,8 @@ class KvLayout:
         head_dim: elements of one token's vector of one part and head.
         dtype: element type: a torch name, or `FP8`.
         num_parts: 2 for K and V, 1 for a latent vector.
+        group_shapes: per layer group, the shape of a block of its layers, if not all have this
+            one. All such blocks have the same size; the first shape is that of the layout.
     """
 
     num_layers: int
@@ -61,6 +84,20 @@ class KvLayout:
     head_dim: int
     dtype: str
     num_parts: int = 2
+    group_shapes: tuple[KvShape, ...] = ()
+
+    def of_group(self, layer_group: int) -> "KvLayout":
+        """Returns the layout of the blocks of a layer group."""
+        if not self.group_shapes:
+            return self
+        shape = self.group_shapes[layer_group]
+        return replace(
+            self,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            group_shapes=(),
+        )
 
     @property
     def has_scales(self) -> bool:

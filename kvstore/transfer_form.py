@@ -29,7 +29,7 @@ from functools import cached_property, lru_cache
 
 from baton.common.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
-from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout, StateLayout
+from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout, KvShape, StateLayout
 
 __all__ = ["WHOLE", "BlockSlicing", "PoolShare", "RangeError", "TransferForm", "object_runs"]
 
@@ -129,6 +129,14 @@ class PoolShare:
             layout,
             num_kv_heads=layout.num_kv_heads // self.degree,
             num_layers=layout.num_layers // self.num_stages,
+            group_shapes=tuple(self._shape_of(shape) for shape in layout.group_shapes),
+        )
+
+    def _shape_of(self, shape: KvShape) -> KvShape:
+        return replace(
+            shape,
+            num_kv_heads=shape.num_kv_heads // self.degree,
+            num_layers=shape.num_layers // self.num_stages,
         )
 
     def states_of(self, states: StateLayout) -> StateLayout:
@@ -207,8 +215,25 @@ class BlockSlicing:
             whole = SCALE_BYTES // math.gcd(SCALE_BYTES, layout.head_dim)
             limit = f"a multiple of {whole} for {form.dtype} and heads of {layout.head_dim}"
             raise _bad_form("block-size", form.block_size, limit)
+        if layout.group_shapes:
+            self._check_group_shapes()
         if form.states is not None:
             self._check_states(form.states)
+
+    def _check_group_shapes(self) -> None:
+        """Checks that blocks of several shapes need no conversion, but for slices of heads, which
+        depend on the share of the pool that is opened.
+        """
+        form, layout = self.form, self.layout
+        why = ", as the model's layers have K and V of different shapes"
+        if form.block_size != layout.block_size:
+            raise _bad_form("block-size", form.block_size, f"{layout.block_size}{why}")
+        if form.dtype != layout.dtype:
+            raise _bad_form("dtype", form.dtype, f"{layout.dtype}{why}")
+        for shape in layout.group_shapes:
+            if shape.num_layers % len(self.layer_slices):
+                limit = f"a divisor of the {shape.num_layers} layers of a block{why}"
+                raise _bad_form("layer-slices", form.num_layer_slices, limit)
 
     def _check_states(self, states: StateLayout) -> None:
         if states.num_layers % self.form.num_layer_slices:
@@ -248,6 +273,10 @@ class BlockSlicing:
             self.layout,
             num_layers=self.layout.num_layers // len(self.layer_slices),
             num_kv_heads=self.layout.num_kv_heads // len(self.head_slices),
+            group_shapes=tuple(
+                replace(shape, num_layers=shape.num_layers // len(self.layer_slices))
+                for shape in self.layout.group_shapes
+            ),
             block_size=self.form.block_size,
             dtype=self.form.dtype,
         )
@@ -255,7 +284,8 @@ class BlockSlicing:
     @property
     def is_native(self) -> bool:
         """Whether the pool's bytes are those of its objects, in their order."""
-        return replace(self.object_layout, num_layers=self.layout.num_layers) == self.layout
+        layers = {name: getattr(self.layout, name) for name in ("num_layers", "group_shapes")}
+        return replace(self.object_layout, **layers) == self.layout
 
     @property
     def max_runs(self) -> int:

@@ -2,11 +2,11 @@
 
 Layers with full attention and layers with a sliding window need different
 blocks, because KV behind a layer's window is never read again. The layers
-therefore form *layer groups* of equal size. All layers of a layer group have the
-same window, and each layer group has its own block tables. All blocks have the
-same shape, that of one layer group's KV, and come from one pool, so a block can
-serve any layer group. After vLLM's hybrid KV cache manager and Jenga (Zhang et
-al. 2025).
+therefore form *layer groups*. All layers of a layer group have the same window,
+and each layer group has its own block tables. All blocks have the same size, that
+of one layer group's KV, and come from one pool, so a block can serve any layer
+group. After vLLM's hybrid KV cache manager and Jenga (Zhang et al. 2025). If layers
+differ in the shape of their KV, so do the numbers of layers in their blocks.
 
 A model whose layers all have the same window has one layer group.
 
@@ -15,13 +15,14 @@ tokens before. They form one further layer group, the last one. Its block tables
 *slots*: memory for the states of all recurrent layers at one position.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
-from kvstore.layout import KvLayout, StateLayout
+from kvstore.layout import KvLayout, KvShape, StateLayout
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
 
 __all__ = [
@@ -50,12 +51,15 @@ class LayerGroups:
             layers, the layer group is `len(windows)`, and the index counts them.
         layers_per_block: number of layers in one block.
         num_recurrent: number of recurrent layers.
+        shapes: per layer group of attention layers, the shape of its blocks; empty if all have
+            the same. Then `layers_per_block` is the number of layers in the first one's.
     """
 
     windows: tuple[int | None, ...]
     slots: tuple[tuple[int, int], ...]
     layers_per_block: int
     num_recurrent: int = 0
+    shapes: tuple[KvShape, ...] = ()
 
     def slots_of(self, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
         """Returns the slots of a pipeline stage's layers, in blocks of the stage's layers alone.
@@ -68,7 +72,10 @@ class LayerGroups:
             ConfigurationError: the stages do not have the same part of each layer group.
         """
         num_layers = len(self.slots) // num_stages
-        sizes = [self.layers_per_block] * len(self.windows) + [self.num_recurrent]
+        sizes = [shape.num_layers for shape in self.shapes] or (
+            [self.layers_per_block] * len(self.windows)
+        )
+        sizes.append(self.num_recurrent)
         own = [
             (layer_group, index - stage * (sizes[layer_group] // num_stages))
             for layer_group, index in self.slots[stage * num_layers : (stage + 1) * num_layers]
@@ -86,37 +93,81 @@ class LayerGroups:
 
 
 def group_layers(
-    windows: Sequence[int | None], recurrent_layers: Collection[int] = ()
+    windows: Sequence[int | None],
+    recurrent_layers: Collection[int] = (),
+    shapes: Sequence[KvShape] = (),
+    sources: Sequence[int] = (),
 ) -> LayerGroups:
-    """Groups layers by window, and recurrent layers in the last layer group.
+    """Groups layers by window and shape, and recurrent layers in the last layer group.
 
-    The size of a layer group is the smallest number of layers with the same window.
-    Layers that do not fill their last layer group leave the rest of its blocks unused.
+    The size of a layer group is the smallest number of layers with the same window, or, if layers
+    have different shapes, as `_block_shapes` decides. Layers that do not fill their last layer
+    group leave the rest of its blocks unused.
 
     Args:
         windows: per layer, the number of tokens a query sees; None for all. Those of
             recurrent layers have no meaning.
         recurrent_layers: numbers of the recurrent layers, at least one less than all.
+        shapes: per layer, the shape of its K and V; empty if all have the same.
+        sources: per layer, the number of the layer whose K and V it reads; empty if each layer
+            reads its own.
     """
-    layers_of: dict[int | None, list[int]] = {}
+    layers_of: dict[tuple[int | None, KvShape | None], list[int]] = {}
     for layer, window in enumerate(windows):
-        if layer not in recurrent_layers:
-            layers_of.setdefault(window, []).append(layer)
-    size = min(len(layers) for layers in layers_of.values())
+        if layer not in recurrent_layers and (not sources or sources[layer] == layer):
+            shape = shapes[layer] if shapes else None
+            layers_of.setdefault((window, shape), []).append(layer)
+    sizes = _sizes_of_groups(layers_of)
     slots: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
-    for window, layers in layers_of.items():
+    group_shapes: list[KvShape] = []
+    for (window, shape), layers in layers_of.items():
+        size = sizes[shape]
         for index, layer in enumerate(layers):
             slots[layer] = (len(group_windows) + index // size, index % size)
-        group_windows += [window] * -(-len(layers) // size)
+        num_groups = -(-len(layers) // size)
+        group_windows += [window] * num_groups
+        if shape is not None:
+            group_shapes += [replace(shape, num_layers=size)] * num_groups
     for index, layer in enumerate(sorted(recurrent_layers)):
         slots[layer] = (len(group_windows), index)
     return LayerGroups(
         windows=tuple(group_windows),
-        slots=tuple(slots[layer] for layer in range(len(windows))),
-        layers_per_block=size,
+        slots=tuple(slots[sources[layer] if sources else layer] for layer in range(len(windows))),
+        layers_per_block=next(iter(sizes.values())),
         num_recurrent=len(recurrent_layers),
+        shapes=tuple(group_shapes) if len(set(group_shapes)) > 1 else (),
     )
+
+
+def _sizes_of_groups(
+    layers_of: Mapping[tuple[int | None, KvShape | None], Sequence[int]],
+) -> dict[KvShape | None, int]:
+    """Returns the number of layers in a block of each shape, so that all blocks have one size.
+
+    Of the possible sizes it is the one with which a token takes the least memory in layers without
+    a window, or in all layers if each has one, and of several the one with the fewest layer groups.
+
+    Args:
+        layers_of: by window and shape, the numbers of the layers.
+    """
+    widths = {shape: 1 if shape is None else shape.width for _, shape in layers_of}
+    if len(widths) == 1:
+        return dict.fromkeys(widths, min(len(layers) for layers in layers_of.values()))
+    unit = math.lcm(*widths.values())
+    most = max(len(layers) * widths[shape] for (_, shape), layers in layers_of.items())
+
+    def cost(block_width: int) -> tuple[int, int]:
+        num_groups = {
+            key: -(-len(layers) * widths[key[1]] // block_width)
+            for key, layers in layers_of.items()
+        }
+        unlimited = sum(count for (window, _), count in num_groups.items() if window is None)
+        total = sum(num_groups.values())
+        return (unlimited or total) * block_width, total
+
+    block_width = min(range(unit, most + unit, unit), key=cost)
+    return {shape: block_width // width for shape, width in widths.items()}
 
 
 @dataclass(frozen=True, slots=True)

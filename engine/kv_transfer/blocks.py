@@ -46,12 +46,14 @@ class TransferItem:
         key: the layer group's object key, or the unit's.
         block_id: the pool block or the slot that contains it.
         transfer_id: the transfer block's number in the pool.
+        layer_group: the layer group.
     """
 
     index: int
     key: bytes
     block_id: int
     transfer_id: int
+    layer_group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class TransferBlocks:
             for layers, own in enumerate(blocks[: len(self.spec.windows)]):
                 if block >= first_live[layers]:
                     key = layer_group_key(keys[index], layers)
-                    yield TransferItem(index, key, own[block], own[block] * count + part)
+                    yield TransferItem(index, key, own[block], own[block] * count + part, layers)
             if block in states and part == count - 1:
                 yield from self.state_items(index, keys[index], states[block])
 

@@ -355,7 +355,12 @@ class Saves:
             job_id = self._connector.save_ahead(keys, transfer_ids, step, lease_id=lease_id)
         else:
             job_id = self._connector.save(
-                keys, transfer_ids, num_tail, num_found=num_found, lease_id=lease_id
+                keys,
+                transfer_ids,
+                num_tail,
+                num_found=num_found,
+                lease_id=lease_id,
+                tail_group=items[-1].layer_group if num_tail else 0,
             )
         job = Save(
             job_id=job_id,

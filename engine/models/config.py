@@ -19,6 +19,7 @@ from engine.models.config_fields import (
     unsupported,
 )
 from kernels.layer_kinds import Activation
+from kvstore.layout import KvShape
 
 __all__ = [
     "MAX_LAYERS",
@@ -50,6 +51,9 @@ class ModelConfig(ABC):
     component of a tensor's name, or several.
     `recurrent_layers` has the numbers of the layers that keep a state in place of K and V, in
     ascending order.
+    `kv_shapes` has one entry per layer if their K and V differ, and is empty otherwise.
+    `kv_sources` has, per layer, the number of the layer whose K and V it reads; it is empty if
+    each layer reads its own.
     `num_kv_parts` is 2 for K and V, and 1 for models that cache one latent vector per token, whose
     `num_kv_heads` is 1 and whose `head_dim` is that vector's width.
     """
@@ -68,6 +72,13 @@ class ModelConfig(ABC):
     names: Mapping[str, str] = field(default_factory=dict)
     recurrent_layers: tuple[int, ...] = ()
     num_kv_parts: int = 2
+    kv_shapes: tuple[KvShape, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+
+    @property
+    def max_head_dim(self) -> int:
+        """Width of the widest head."""
+        return max([self.head_dim, *(shape.head_dim for shape in self.kv_shapes)])
 
     @property
     def state_shapes(self) -> tuple["StateShape", ...]:
@@ -89,7 +100,7 @@ class ModelConfig(ABC):
     def attention_size(self, *, has_gates: bool = False) -> int:
         """Returns `mixer_size` of attention, whose output may be multiplied by gates."""
         num_parts = 5 if has_gates else 3  # as wide as Q
-        return (num_parts * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (num_parts * self.num_heads + 2 * self.num_kv_heads) * self.max_head_dim
 
     @property
     def num_unused_weights(self) -> int:

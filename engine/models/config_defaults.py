@@ -129,6 +129,31 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "cohere": _COHERE | {"rope_theta": 500_000.0},
         "cohere2": _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         "gemma2": _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        "gemma4_text": _GEMMA
+        | {
+            "vocab_size": 262144,
+            "num_hidden_layers": 30,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": None,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": False,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+        },
         "gemma3_text": _GEMMA
         | {
             "vocab_size": 262208,

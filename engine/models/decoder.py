@@ -64,7 +64,9 @@ class Decoder(CausalModel):
         return embedded
 
     @override
-    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+    def _layer_inputs(
+        self, inputs: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[Any, ...]:
         return (tuple(rotary(positions) for rotary in self.rotaries),)
 
     @override
@@ -168,6 +170,7 @@ class DecoderAttention(nn.Module):
             self._outputs = {"heads": _by_head(config, ranks)}
             order = grouped_order(heads.kv.size, self._widths)
             self._storage = {"is_joined": True, "row_orders": {"heads": order}}
+        self._drop_outputs(config, number)
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(
             query,
@@ -191,6 +194,9 @@ class DecoderAttention(nn.Module):
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
         return self._attend(self.qkv_proj(hidden), rotations, kv, residual)
 
+    def _drop_outputs(self, config: Any, number: int) -> None:
+        """Removes the outputs that the layer's projection does not have."""
+
     def _new_projection(self, in_features: int | Cut, *, bias: bool) -> FusedLinear:
         return FusedLinear(in_features, self._outputs, bias=bias, **self._storage)
 
@@ -201,14 +207,15 @@ class DecoderAttention(nn.Module):
         kv: LayerKv,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        query, gates, key, value = torch.split(qkv, self._widths, dim=1)
+        query, gates, key, value = self._split(qkv)
         if self._qk_norm is QkNorm.PROJECTION:
             assert self.q_norm is not None
             assert self.k_norm is not None
             query, key = self.q_norm(query), self.k_norm(key)
         # each [num_tokens, its heads, head_dim]
         query, key, value = (
-            part.view(len(part), -1, self.head_dim) for part in (query, key, value)
+            part.view(len(part), part.shape[1] // self.head_dim, self.head_dim)
+            for part in (query, key, value)
         )
         attended = cached_attention(
             query,
@@ -228,6 +235,10 @@ class DecoderAttention(nn.Module):
         residual = None if residual is None else select_rows(residual, kv)
         output: torch.Tensor = self.o_proj(attended, residual)
         return output
+
+    def _split(self, qkv: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns queries, gates, keys and values, `[num_tokens, their width]`."""
+        return torch.split(qkv, self._widths, dim=1)
 
     @staticmethod
     def _new_norm(config: DecoderConfig, heads: Cut, ranks: RankGroup | None) -> RmsNorm | None:

@@ -143,6 +143,7 @@ def decoder_config(
     *,
     layer_types: Sequence[str] | None = None,
     thetas: Mapping[str, float] | None = None,
+    head_dims: Mapping[str, int] | None = None,
     is_interleaved: bool = False,
     recurrent_type: str | None = None,
     head_dim: int | None = None,
@@ -161,6 +162,7 @@ def decoder_config(
         layer_types: of each layer, if config.json has none; None for the family's usual ones.
         thetas: by layer type, the default base of its rotary embedding; None if all layers have
             the same embedding.
+        head_dims: by layer type, the width of a head; None if all layers have the same.
         is_interleaved: whether rotary embedding pairs neighbouring elements.
         recurrent_type: the layer type of the family's recurrent layers; None if it has none.
         head_dim: width of a head; None for the one that config.json describes.
@@ -189,7 +191,9 @@ def decoder_config(
         ropes = (read_rope(fields, common["head_dim"], is_interleaved=is_interleaved),)
         rope_of = (0,) * len(types)
     else:
-        ropes, rope_of = read_ropes_by_type(fields, common["head_dim"], types, thetas)
+        ropes, rope_of = read_ropes_by_type(
+            fields, head_dims or dict.fromkeys(types, common["head_dim"]), types, thetas
+        )
     common["max_model_len"] = max(common["max_model_len"], *(rope.extended_len for rope in ropes))
     common["recurrent_layers"] = tuple(
         layer for layer, layer_type in enumerate(types) if layer_type == recurrent_type

@@ -51,7 +51,9 @@ class _Head(CausalModel):
         return None
 
     @override
-    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
+    def _layer_inputs(
+        self, inputs: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[Any, ...]:
         return ((self.rotary(positions),),)
 
     @override

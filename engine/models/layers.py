@@ -114,7 +114,8 @@ class CausalModel(nn.Module, ABC):
             before the last, hidden states of all tokens.
         """
         hidden = self._embed(inputs, positions) if self.part.is_first else inputs
-        hidden = self._run_layers(hidden, positions, kv, kept)
+        arguments = self._layer_inputs(inputs, hidden, positions)
+        hidden = self._run_layers(hidden, arguments, kv, kept)
         hidden = self._normalize(hidden) if self.part.is_last else hidden
         if kept is not None:
             kept.keep(self.config.num_layers, hidden, kept.final_rows)
@@ -135,6 +136,10 @@ class CausalModel(nn.Module, ABC):
         """Name of the layers in a checkpoint."""
         return self._stored_name(f"{self.checkpoint_prefix}{self.layers_name}")
 
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor that checkpoints may have is not used by models with this config."""
+        return False
+
     @property
     def word_embedding(self) -> Embedding | None:
         """The embedding of token ids; None if this part has none."""
@@ -154,23 +159,30 @@ class CausalModel(nn.Module, ABC):
         layers: nn.ModuleDict = getattr(self, self.layers_name)
         return layers.items()
 
-    def _layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Returns the arguments of each layer between its input and its KV."""
+    def _layer_inputs(
+        self, inputs: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of each layer between its input and its KV.
+
+        Args:
+            inputs: of the model.
+            hidden: the input of the first layer of this part.
+            positions: of the tokens.
+        """
         return ()
 
     def _run_layers(
         self,
         hidden: torch.Tensor,
-        positions: torch.Tensor,
+        arguments: tuple[Any, ...],
         kv: PagedKv,
         kept: KeptStates | None,
     ) -> torch.Tensor:
         """Runs this part's layers; returns the output of the last one."""
-        inputs = self._layer_inputs(positions)
         for (number, layer), layer_kv in zip(self._numbered_layers, kv.layers(), strict=True):
             if kept is not None:
                 kept.keep(int(number), hidden, kept.rows)
-            hidden = layer(hidden, *inputs, layer_kv)
+            hidden = layer(hidden, *arguments, layer_kv)
         return hidden
 
     @abstractmethod
@@ -310,8 +322,9 @@ def cached_attention(
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`; its content is undefined afterwards.
-        key: `[num_tokens, num_kv_heads, head_dim]`; its content is undefined afterwards.
-        value: `[num_tokens, num_kv_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`; its content is undefined afterwards. With 0
+            heads, as `value` then has, the cache is that of another layer, which has written it.
+        value: `[num_tokens, num_kv_heads, head_dim]`; may be `key`.
         kv: the layer's KV cache.
         scale: factor on the attention scores.
         sliding_window: number of tokens a query sees, itself included; None for all.
@@ -328,7 +341,7 @@ def cached_attention(
         query,
         key,
         value,
-        kv.cache,
+        kv.cache if key.shape[1] else kv.cache[:, :, :0],
         kv.written,
         rotation=rotation,
         norms=norms,

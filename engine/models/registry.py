@@ -44,6 +44,7 @@ from engine.models.gated_delta import (
     qwen3_5_moe_config,
     qwen3_next_config,
 )
+from engine.models.gemma4 import Gemma4, gemma4_config
 from engine.models.gpt2 import Gpt2
 from engine.models.hybrid import Lfm2, lfm2_config
 from engine.models.layers import CausalModel
@@ -92,6 +93,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "FalconForCausalLM": ModelFamily("falcon", falcon_config, Decoder),
         "Gemma2ForCausalLM": ModelFamily("gemma2", gemma2_config, Decoder),
         "Gemma3ForCausalLM": ModelFamily("gemma3_text", gemma3_config, Decoder),
+        "Gemma4ForCausalLM": ModelFamily("gemma4_text", gemma4_config, Gemma4),
         "Glm4ForCausalLM": ModelFamily("glm4", glm4_config, Decoder),
         "Glm4MoeForCausalLM": ModelFamily("glm4_moe", glm4_moe_config, Decoder),
         "Glm4MoeLiteForCausalLM": ModelFamily("glm4_moe_lite", glm4_moe_lite_config, Decoder),
@@ -126,6 +128,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
 _TEXT_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM"),
+        "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
         "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
         "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     }

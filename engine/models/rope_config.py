@@ -25,6 +25,7 @@ _NEEDED_BY_TYPE = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LEN),
     "yarn": ("factor", _ORIGINAL_LEN),
     "longrope": (*_FACTORS, _ORIGINAL_LEN),
+    "proportional": (),
 }
 # Numbers that config.json and RopeConfig name alike.
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
@@ -39,7 +40,7 @@ class RopeConfig:
     Fields that a type does not use keep their defaults.
 
     Attributes:
-        rope_type: default, linear, llama3, yarn or longrope.
+        rope_type: default, linear, llama3, yarn, longrope or proportional.
         theta: the base.
         rotary_dim: number of a head's first elements that are rotated; even.
         is_interleaved: whether the checkpoint pairs neighbouring elements, instead of those half of
@@ -48,6 +49,7 @@ class RopeConfig:
         max_len: the longest sequence that is served.
         short_factors: of LongRoPE, per pair of elements, if `max_len` is at most `original_len`.
         long_factors: the same if it is longer.
+        num_turning: of `proportional`, the number of pairs that turn, the first ones.
     """
 
     rope_type: str
@@ -67,6 +69,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    num_turning: int = 0
 
     @property
     def is_long(self) -> bool:
@@ -108,13 +111,16 @@ def read_rope(fields: ConfigFields, head_dim: int, *, is_interleaved: bool = Fal
 
 
 def read_ropes_by_type(
-    fields: ConfigFields, head_dim: int, layer_types: Sequence[str], thetas: Mapping[str, float]
+    fields: ConfigFields,
+    head_dims: Mapping[str, int],
+    layer_types: Sequence[str],
+    thetas: Mapping[str, float],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """Reads a rotary embedding per layer type; `rope_scaling` is that of "full_attention".
 
     Args:
         fields: of config.json.
-        head_dim: width of a head.
+        head_dims: by layer type, the width of a head.
         layer_types: of each layer.
         thetas: by layer type, the base where its parameters state none.
 
@@ -124,7 +130,7 @@ def read_ropes_by_type(
     Raises:
         ConfigFieldError: a parameter is missing, or has an unsupported value.
     """
-    stated = _object("rope_parameters", fields.raw("rope_parameters"))
+    stated = _object("rope_parameters", fields.optional("rope_parameters"))
     scaling = _object("rope_scaling", fields.raw("rope_scaling"))
     if any(not isinstance(value, Mapping | None) for value in stated.values()):
         raise wrong("rope_parameters", dict(stated), "an object per layer type")
@@ -133,7 +139,7 @@ def read_ropes_by_type(
         parameters = dict(stated.get(layer_type) or {})
         parameters |= scaling if layer_type == "full_attention" else {}
         parameters.setdefault("rope_theta", thetas[layer_type])
-        by_type[layer_type] = _read_parameters(fields, parameters, head_dim)
+        by_type[layer_type] = _read_parameters(fields, parameters, head_dims[layer_type])
     ropes = tuple(dict.fromkeys(by_type.values()))
     return ropes, tuple(ropes.index(by_type[layer_type]) for layer_type in layer_types)
 
@@ -159,16 +165,29 @@ def _read_parameters(fields: ConfigFields, parameters: dict[str, Any], head_dim:
     for name in _NEEDED_BY_TYPE[rope_type]:
         if parameters.get(name) is None:
             raise ConfigFieldError(f"rope_type {rope_type!r} needs {name}")
+    share = parameters.get("partial_rotary_factor")
+    num_turning = 0
+    if rope_type == "proportional":  # its pairs are half a head apart, and the last do not turn
+        num_turning, share = _num_turning(share, head_dim), 1
     rope = RopeConfig(
         # The base of dynamic scaling changes only beyond `max_position_embeddings`.
         rope_type="default" if rope_type == "dynamic" else rope_type,
         theta=positive("rope_theta", parameters["rope_theta"]),
-        rotary_dim=_rotary_dim(fields, parameters.get("partial_rotary_factor"), head_dim),
+        rotary_dim=_rotary_dim(fields, share, head_dim),
+        num_turning=num_turning,
         max_len=max_len,
         **_scaling(parameters),
     )
     _check(rope)
     return rope
+
+
+def _num_turning(stated_share: Any, head_dim: int) -> int:
+    name = "partial_rotary_factor"
+    share = 1 if stated_share is None else positive(name, stated_share)
+    if share > 1:
+        raise unsupported(name, share)
+    return int(share * head_dim // 2)
 
 
 def _rotary_dim(fields: ConfigFields, stated_share: Any, head_dim: int) -> int:

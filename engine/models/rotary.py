@@ -43,6 +43,9 @@ def _inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
     frequencies = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":
         return frequencies / rope.factor
+    if rope.rope_type == "proportional":
+        turns = torch.arange(len(frequencies), device="cpu") < rope.num_turning
+        return frequencies / rope.factor * turns
     if rope.rope_type == "llama3":
         return _llama3(frequencies, rope)
     if rope.rope_type == "yarn":

@@ -9,11 +9,11 @@ import torch
 import kernels
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec, LayerGroups
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.weights.loader import LoadedModel
 from kernels import EngineRanks
-from kvstore.layout import DTYPE_BYTES, FP8, SCALE_BYTES, KvLayout
+from kvstore.layout import DTYPE_BYTES, FP8, SCALE_BYTES, KvLayout, KvShape
 from kvstore.transfer_form import PoolShare
 
 __all__ = [
@@ -82,13 +82,20 @@ def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
         )
 
 
-def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: int) -> KvLayout:
+def decide_layout(config: EngineConfig, loaded: LoadedModel, groups: LayerGroups) -> KvLayout:
     """Returns the layout of a block.
 
     Raises:
-        ConfigurationError: 8-bit heads do not fill whole words; names the flag to change.
+        ConfigurationError: 8-bit heads do not fill whole words, or have different shapes; names the
+            flag to change.
     """
     dtype = loaded.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    if dtype == FP8 and groups.shapes:
+        raise ConfigurationError(
+            f"--kv-cache-dtype is {FP8}; it works with models whose layers all have K and V of one "
+            "shape"
+        )
+    first = groups.shapes[0] if groups.shapes else KvShape(loaded.num_kv_heads, loaded.head_dim)
     whole = SCALE_BYTES // math.gcd(SCALE_BYTES, loaded.head_dim)
     if dtype == FP8 and config.block_size % whole:
         raise ConfigurationError(
@@ -96,12 +103,13 @@ def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: i
             f"{loaded.head_dim} elements it must be a multiple of {whole}"
         )
     return KvLayout(
-        num_layers=layers_per_block,
-        num_kv_heads=loaded.num_kv_heads,
+        num_layers=groups.layers_per_block,
+        num_kv_heads=first.num_kv_heads,
         block_size=config.block_size,
-        head_dim=loaded.head_dim,
+        head_dim=first.head_dim,
         dtype=dtype,
         num_parts=loaded.num_kv_parts,
+        group_shapes=groups.shapes,
     )
 
 

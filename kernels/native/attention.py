@@ -61,6 +61,7 @@ def rotate_and_write_kv(
         norms.key_weight.data_ptr() if norms else 0,
         norms.eps if norms else 0.0,
         (norms.kind if norms else NormKind.ROUNDED).value,
+        int(norms is not None and norms.norms_values),
         rotation.cos.data_ptr() if rotation else 0,
         rotation.sin.data_ptr() if rotation else 0,
         rotation.cos.shape[1] if rotation else 0,
@@ -196,7 +197,7 @@ def _check_heads(
         assert tensor.dtype == kv_layer.dtype
         assert tensor.shape[2] == kv_layer.shape[4]
         assert len(tensor) == len(meta.slot_mapping)
-        assert tensor.shape[1] % kv_layer.shape[2] == 0
+        assert kv_layer.shape[2] == 0 or tensor.shape[1] % kv_layer.shape[2] == 0
 
 
 def _check_preparation(

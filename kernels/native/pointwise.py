@@ -16,7 +16,9 @@ __all__ = ["gate_rows", "layer_norm", "rms_norm"]
 
 
 @NATIVE.implements(reference.gate_rows)
-def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gate_rows(
+    values: torch.Tensor, gates: torch.Tensor, activation: Activation | None
+) -> torch.Tensor:
     assert values.shape == gates.shape
     assert values.dtype == gates.dtype
     values, gates = rows_of(values), rows_of(gates)
@@ -29,7 +31,7 @@ def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation)
         gates.data_ptr(),
         gates.stride(0),
         *values.shape,
-        activation.value,
+        0 if activation is None else activation.value,
         out.data_ptr(),
         keep=(values, gates, out),
     )

@@ -27,10 +27,12 @@ def rotate_and_write_kv(
 ) -> torch.Tensor:
     """Normalizes and rotates Q and K, and writes K and V to their slots in the cache.
 
+    The cache may have no heads, as K and V then do: only Q is prepared.
+
     Args:
         query: `[num_tokens, num_heads, head_dim]`; its memory may be reused for the result.
         key: `[num_tokens, num_kv_heads, head_dim]`; its contents are undefined afterwards.
-        value: `[num_tokens, num_kv_heads, head_dim]`.
+        value: `[num_tokens, num_kv_heads, head_dim]`; may be `key`.
         kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
             type of `query`, or float8_e4m3fn with `kv_scales`.
         meta: its `slot_mapping` holds the slots that K and V are written to.
@@ -45,6 +47,8 @@ def rotate_and_write_kv(
     if norms is not None:
         query = rms_norm(query, norms.query_weight, norms.eps, kind=norms.kind)
         key = rms_norm(key, norms.key_weight, norms.eps, kind=norms.kind)
+        if norms.norms_values:
+            value = _normalized(value, norms.eps)
     if rotation is not None:
         cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -96,6 +100,11 @@ def rotate_and_write_latent(
     parts = rms_norm(unnormed, norm_weight, eps), apply_rotary(rotary, cos, sin)
     write_kv((torch.cat(parts, dim=2),), kv_layer, meta.slot_mapping, kv_scales)
     return query
+
+
+def _normalized(states: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(states.dtype)
 
 
 def write_kv(

@@ -48,13 +48,15 @@ def rms_norm(
 
 
 @kernel("values.device", "values.dtype")
-def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gate_rows(
+    values: torch.Tensor, gates: torch.Tensor, activation: Activation | None
+) -> torch.Tensor:
     """Computes `values * activation(gates)`; see `Activation` for one that changes values first.
 
     Args:
         values: `[rows, size]`, any strides.
         gates: as `values`.
-        activation: of the gates.
+        activation: of the gates; None for none.
 
     Returns:
         `[rows, size]`, contiguous.
@@ -64,8 +66,10 @@ def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation)
     return (activate(gates, activation) * values).contiguous()
 
 
-def activate(values: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Applies an activation to each number."""
+def activate(values: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """Applies an activation to each number; None changes nothing."""
+    if activation is None:
+        return values
     if activation is Activation.SILU:
         return F.silu(values)
     if activation is Activation.RELU:

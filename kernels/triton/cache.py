@@ -81,6 +81,7 @@ def rotate_and_write_kv(
         kv_layer.shape[3],
         num_query_parts,
         NORM_KIND=(norms.kind if norms else NormKind.ROUNDED).value,
+        NORMS_VALUES=norms is not None and norms.norms_values,
         HEADS=heads_block,
         PART=part_block,
         num_warps=launch.num_warps,
@@ -124,6 +125,7 @@ def _rotate_and_write_kv_kernel(
     block_size,
     num_query_parts,
     NORM_KIND: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -169,6 +171,9 @@ def _rotate_and_write_kv_kernel(
 
         starts = value + token * value_token_stride + heads * value_head_stride
         first, second = load_parts(starts, is_head, head_dim, num_first, PART)
+        if NORMS_VALUES:
+            factors = _norm_factors(first, second, eps, head_dim)
+            first, second = rounded(first * factors, value), rounded(second * factors, value)
         targets += cache_kv_stride
         scale_offsets += scale_kv_stride
         _store_scaled(
@@ -221,8 +226,7 @@ def _norm(
     """Computes `states / sqrt(mean(states^2) + eps) * weight` by head, if there is a weight."""
     if weight is not None:
         columns = tl.arange(0, PART)
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        factors = tl.rsqrt(squares / head_dim + eps)[:, None]
+        factors = _norm_factors(first, second, eps, head_dim)
         first_weight = tl.load(weight + columns, mask=columns < num_first, other=0.0)
         second_mask = columns + num_first < head_dim
         second_weight = tl.load(weight + num_first + columns, mask=second_mask, other=0.0)
@@ -231,6 +235,13 @@ def _norm(
         first = times_weight(first * factors, first_weight, like, NORM_KIND)
         second = times_weight(second * factors, second_weight, like, NORM_KIND)
     return first, second
+
+
+@triton.jit
+def _norm_factors(first, second, eps, head_dim):
+    """The factor of each head, `[HEADS, 1]`, that makes the mean of its squares 1."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    return tl.rsqrt(squares / head_dim + eps)[:, None]
 
 
 @triton.jit

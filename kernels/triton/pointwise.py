@@ -156,7 +156,9 @@ def times_weight(normed, weight, like, KIND: tl.constexpr):
 
 
 @TRITON.implements(reference.gate_rows)
-def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gate_rows(
+    values: torch.Tensor, gates: torch.Tensor, activation: Activation | None
+) -> torch.Tensor:
     assert values.shape == gates.shape
     num_rows, size = values.shape
     values, gates = with_dense_columns(values), with_dense_columns(gates)
@@ -169,7 +171,7 @@ def gate_rows(values: torch.Tensor, gates: torch.Tensor, activation: Activation)
         values.stride(0),
         gates.stride(0),
         size,
-        ACTIVATION=activation.value,
+        ACTIVATION=0 if activation is None else activation.value,
         BLOCK=launch.block_size,
         num_warps=launch.num_warps,
     )

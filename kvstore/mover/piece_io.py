@@ -203,7 +203,7 @@ class PieceIo:
         if piece.job.error:  # another piece failed, so the save cannot be committed
             return piece
         for tail in piece.tail_slots:
-            piece.staged_in.clear_after(tail, piece.job.num_tail_tokens)
+            piece.staged_in.clear_after(tail, piece.job.num_tail_tokens, piece.job.tail_group)
         in_place = piece.segment is None
         objects = self._objects_in_pool(piece) if in_place else piece.staged_objects
         seal(objects, piece.keys)

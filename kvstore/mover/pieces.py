@@ -76,6 +76,11 @@ class JobState:
         """Valid tokens in the last block of a save if it is partial; 0 if all blocks are full."""
         return self.job.num_tail_tokens if isinstance(self.job, SaveJob) else 0
 
+    @property
+    def tail_group(self) -> int:
+        """The layer group of a save's partial last block."""
+        return self.job.tail_group if isinstance(self.job, SaveJob) else 0
+
     def start_piece(self, segment: "Segment") -> "Piece":
         """Starts a piece of the next objects, as many as the segment holds."""
         end = min(self.next_object + segment.num_slots, len(self.job.keys))

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
+from baton.common.errors import ConfigurationError
 from kernels import gather_blocks, scatter_blocks
 from kernels.reference.cache import quantize_kv
 from kvstore.layout import DTYPE_BYTES, FP8, KvLayout
@@ -44,10 +45,13 @@ class BlockViews:
         states: `[..., num_layers, num_parts, num_kv_heads, block_size, head_dim]`.
         scales: `[..., num_layers, num_parts, num_kv_heads, block_size]` float32, the factor of each
             vector of `states`; None if the type has no factors.
+        group_shapes: per layer group, `(num_layers, num_kv_heads, head_dim)` of its blocks; empty
+            if all have the shape of `states`.
     """
 
     states: torch.Tensor
     scales: torch.Tensor | None
+    group_shapes: tuple[tuple[int, int, int], ...] = ()
 
 
 def view_blocks(blocks: torch.Tensor, layout: KvLayout) -> BlockViews:
@@ -59,7 +63,9 @@ def view_blocks(blocks: torch.Tensor, layout: KvLayout) -> BlockViews:
         layout: of a block.
     """
     if not layout.has_scales:
-        return BlockViews(blocks, None)
+        shapes = layout.group_shapes
+        sizes = tuple((shape.num_layers, shape.num_kv_heads, shape.head_dim) for shape in shapes)
+        return BlockViews(blocks, None, sizes)
     num_elements = layout.block_size * layout.head_dim
     states = blocks[..., :num_elements].view(torch.float8_e4m3fn)
     scales = blocks[..., num_elements:].view(torch.float32)
@@ -103,7 +109,16 @@ def open_pool(pool: torch.Tensor, slicing: BlockSlicing) -> PoolObjects:
         pool: `[num_blocks, *slicing.layout.block_shape]`, contiguous; slots for states lie behind
             the blocks for tokens.
         slicing: how the pool is cut into objects.
+
+    Raises:
+        ConfigurationError: blocks of several shapes cannot be converted; names the flag.
     """
+    if slicing.layout.group_shapes and not slicing.is_native:
+        raise ConfigurationError(
+            f"--kv-transfer-head-slices is {slicing.form.num_head_slices}; it must be the "
+            f"{slicing.share.degree} ranks that share the heads, as the model's layers have K and "
+            "V of different shapes"
+        )
     if slicing.is_native:
         return PlainObjects(as_objects(pool, slicing))
     blocks = ConvertedObjects(pool, slicing)

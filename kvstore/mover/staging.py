@@ -69,14 +69,20 @@ class Segment:
         ]
         self._layout = layout
 
-    def clear_after(self, slot: int, num_tokens: int) -> None:
+    def clear_after(self, slot: int, num_tokens: int, layer_group: int = 0) -> None:
         """Zeroes a slot's token positions from `num_tokens` on, with their factors.
 
         They may hold what an earlier request left in the block, which must not leave the process.
+
+        Args:
+            slot: number of the slot.
+            num_tokens: tokens that are kept.
+            layer_group: the layer group whose KV the slot has.
         """
-        dtype = getattr(torch, self._layout.pool_dtype)
-        block = self.payload[slot].view(dtype).view(self._layout.block_shape)
-        views = view_blocks(block, self._layout)
+        layout = self._layout.of_group(layer_group)
+        dtype = getattr(torch, layout.pool_dtype)
+        block = self.payload[slot].view(dtype).view(layout.block_shape)
+        views = view_blocks(block, layout)
         views.states[:, :, :, num_tokens:] = 0
         if views.scales is not None:
             views.scales[:, :, :, num_tokens:] = 0

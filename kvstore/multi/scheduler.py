@@ -160,6 +160,7 @@ class MultiScheduler(KvConnectorScheduler):
         *,
         num_found: int = 0,
         lease_id: str = "",
+        tail_group: int = 0,
     ) -> int:
         job_id = next(self._job_ids)
         every = tuple(range(len(self._members)))
@@ -168,7 +169,12 @@ class MultiScheduler(KvConnectorScheduler):
         for index in takers:
             member = self._members[index]
             member_job = member.scheduler.save(
-                keys, block_ids, num_tail_tokens, num_found=num_found, lease_id=lease_id
+                keys,
+                block_ids,
+                num_tail_tokens,
+                num_found=num_found,
+                lease_id=lease_id,
+                tail_group=tail_group,
             )
             member.saves[member_job] = job_id
         return job_id

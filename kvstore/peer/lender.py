@@ -108,7 +108,7 @@ class Lender:
         places = dict(zip(job.keys, job.block_ids, strict=True))
         tails = job.keys[-self._cut.objects_per_block :] if job.num_tail_tokens else ()
         for key, slot in zip(keys, slots, strict=True):
-            tail_slot = self._copy_tail(slot.payload, job.num_tail_tokens) if key in tails else None
+            tail_slot = self._copy_tail(job, slot.payload) if key in tails else None
             block = LentBlock(key, bytes(slot.header), places[key], tail_slot)
             self._gathered[job.job_id].append(block)
 
@@ -120,8 +120,8 @@ class Lender:
             object_ids = self._cut.object_ids(job.block_ids)
             first_tail = len(keys) - self._cut.objects_per_block
             for index, (key, object_id) in enumerate(zip(keys, object_ids, strict=True)):
-                num_tail_tokens = job.num_tail_tokens if index >= first_tail else 0
-                blocks.append(self._place(memory, key, object_id, num_tail_tokens))
+                is_tail = job.num_tail_tokens > 0 and index >= first_tail
+                blocks.append(self._place(job, memory, key, object_id, is_tail=is_tail))
             blocks = _seal(blocks, memory)
         except StoreUnavailableError as error:
             problem = "unavailable"
@@ -135,20 +135,20 @@ class Lender:
         self._wake()
 
     def _place(
-        self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
+        self, job: SaveJob, memory: HostMemory, key: bytes, object_id: int, *, is_tail: bool
     ) -> LentBlock:
         """Returns a block that will be lent, without a header if that must still be made."""
-        if num_tail_tokens:
-            slot = self._copy_tail(memory.block(object_id), num_tail_tokens)
+        if is_tail:
+            slot = self._copy_tail(job, memory.block(object_id))
             return LentBlock(key, _NO_HEADER, object_id, slot)
         return LentBlock(key, self._leases.known_header(key, object_id) or _NO_HEADER, object_id)
 
-    def _copy_tail(self, block: memoryview, num_tokens: int) -> int:
+    def _copy_tail(self, job: SaveJob, block: memoryview) -> int:
         tails = self._memory.tails
         slot = tails.take()
         if slot is None:
             raise StoreUnavailableError("too many partial tails are lent at a time")
-        tails.fill(slot, block, num_tokens)
+        tails.fill(slot, block, job.num_tail_tokens, job.tail_group)
         return slot
 
     def _end(

@@ -79,10 +79,10 @@ class TailSlots:
         """Makes slots free again."""
         self._free.extend(slots)
 
-    def fill(self, slot: int, block: memoryview, num_tokens: int) -> None:
-        """Copies a block into a slot and clears it behind its tokens."""
+    def fill(self, slot: int, block: memoryview, num_tokens: int, layer_group: int) -> None:
+        """Copies a block of a layer group into a slot and clears it behind its tokens."""
         self.payload(slot)[:] = block
-        self.segment.clear_after(slot, num_tokens)
+        self.segment.clear_after(slot, num_tokens, layer_group)
 
     def payload(self, slot: int) -> memoryview:
         """Returns the bytes of a slot."""

@@ -131,7 +131,7 @@ def test_features_change_no_logprob(variant: str, feature: str) -> None:
 
 
 # With all of what decoders differ in.
-TELLING = ("gemma3", "granite", "olmo3", "lfm2", "qwen3_5_moe", "qwen3_next")
+TELLING = ("gemma3", "gemma4", "granite", "olmo3", "lfm2", "qwen3_5_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize(

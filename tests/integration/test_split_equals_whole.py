@@ -18,7 +18,9 @@ from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
-_OTHER_VARIANTS = {*VARIANTS, "gemma3", "olmo3", *LATENT_VARIANTS} - {*FAMILIES}
+# Layers of some differ in window, or in the shape of K and V.
+_GROUPED = ("gemma3", "gemma4", "gemma4_own_kv", "olmo3")
+_OTHER_VARIANTS = {*VARIANTS, *_GROUPED, *LATENT_VARIANTS} - {*FAMILIES}
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
 # How the KV of a step's layers is moved.
 LAYERS = {

@@ -131,7 +131,7 @@ def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
 
 
 @pytest.mark.parametrize(
-    ("size", "activation", "dtype"), pairs([1, 7, 16, 33, 2050], [*Activation], DTYPES)
+    ("size", "activation", "dtype"), pairs([1, 7, 16, 33, 2050], [None, *Activation], DTYPES)
 )
 def test_gate_rows(size, activation, dtype):
     wide = normal(5, 2 * size + 6, dtype=dtype)[:, 4 : 4 + 2 * size] * 4

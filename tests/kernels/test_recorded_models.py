@@ -125,7 +125,7 @@ def chunk_work(session, step):
     [
         *product([*VARIANTS, *EXPERT_VARIANTS], ["float32", "bfloat16"]),
         *(("deepseek_v2", "float32"), ("deepseek_v3", "bfloat16")),
-        *((variant, "bfloat16") for variant in ("gemma2", "gemma3", "olmo3", "smollm3_sliding")),
+        *product(["gemma2", "gemma3", "gemma4", "olmo3", "smollm3_sliding"], ["bfloat16"]),
     ],
 )
 def test_recorded_chunk_steps_equal_plain_ones(variant, dtype):

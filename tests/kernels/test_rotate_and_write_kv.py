@@ -43,6 +43,29 @@ def test_heads(heads, dtype):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], has_norms=True, dtype=dtype).check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [7, 96])
+def test_normalized_values_that_are_the_keys(head_dim, dtype):
+    case = make_case(head_dim=head_dim, dtype=dtype, has_norms=True, norms_values=True)
+    query, key, value = case.parts()
+    value.copy_(key)
+    case.check((query, key, key))
+
+
+def test_queries_alone():
+    """The layer reads the keys and values of another one."""
+    case = make_case(has_norms=True)
+    query, key, _ = case.parts()
+    expected = case.run(query.clone(), key.clone(), key.clone())
+    case.take_written()
+    cache, none = case.pool[:, 1, :, :0], key[:, :0]
+    prepared = kernels.rotate_and_write_kv(
+        query, none, none, cache, case.meta, rotation=case.rotation, norms=case.norms
+    )
+    assert torch.equal(prepared, expected)
+    assert case.pool.isnan().all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=5),

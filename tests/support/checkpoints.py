@@ -187,6 +187,43 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Layers of two shapes, keys that are values, and layers that read the KV of earlier ones.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+            + ["full_attention"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 300,
+            "sliding_window": SLIDING_WINDOW,
+            "tie_word_embeddings": True,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    # Each layer has its own KV, and values of their own.
+    "gemma4_own_kv": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": SLIDING_WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
     # Two layer groups, whose layers have different rotary embeddings.
     "gemma3": (
         "gemma3_text",

@@ -7,12 +7,12 @@ from itertools import accumulate
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk
-from engine.kv_cache.spec import group_layers
+from engine.config import EngineConfig
 from engine.runtime.draws.rows import Rows
 from engine.runtime.forward.batch_inputs import BatchInputs
-from engine.runtime.weights.loader import LoadedModel, load_model
+from engine.runtime.kv_pool import decide_layout
+from engine.runtime.weights.loader import LoadedModel, layer_groups_of, load_model
 from kernels.paged_kv import LogitRows, PagedKv
-from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.driven_requests import GREEDY
@@ -62,7 +62,7 @@ class PagedSession:
     ) -> None:
         self.model = model
         config = model.model.config
-        self.layer_groups = group_layers(model.sliding_windows, config.recurrent_layers)
+        self.layer_groups = layer_groups_of(config)
         num_layer_groups = len(self.layer_groups.windows) + bool(config.recurrent_layers)
         self.state_group = len(self.layer_groups.windows) if config.recurrent_layers else None
         tables, num_blocks = shuffled_tables([*context_lens] * num_layer_groups, BLOCK_SIZE, seed)
@@ -70,14 +70,8 @@ class PagedSession:
             tables[layer_group * len(context_lens) :][: len(context_lens)]
             for layer_group in range(num_layer_groups)
         ]
-        layout = KvLayout(
-            num_layers=self.layer_groups.layers_per_block,
-            num_kv_heads=model.num_kv_heads,
-            block_size=BLOCK_SIZE,
-            head_dim=model.head_dim,
-            dtype=kv_dtype or model.dtype,
-            num_parts=model.num_kv_parts,
-        )
+        flags = EngineConfig(model="m", block_size=BLOCK_SIZE, kv_cache_dtype=kv_dtype or "auto")
+        layout = decide_layout(flags, model, self.layer_groups)
         # Bytes of ones are NaN in every type.
         blocks = torch.full((num_blocks, layout.block_bytes), 0xFF, dtype=torch.uint8)
         blocks = blocks.view(getattr(torch, layout.pool_dtype))
@@ -170,6 +164,7 @@ class PagedSession:
             scales=self.scales,
             state_group=self.state_group,
             states=self.states,
+            group_shapes=self.views.group_shapes,
         )
 
     def _run(self, inputs: BatchInputs) -> torch.Tensor:

@@ -51,11 +51,15 @@ class PreparationCase:
     def check(self, parts=None):
         """Runs the case on `parts`, which equal its own parts, and checks the results."""
         query, key, value = (part.double() for part in self.parts())
-        value = value.to(self.qkv.dtype)
         prepared = self.run(*(parts or self.parts()))
-        written = self.take_written()
-        norms = self.norms
-        assert torch.equal(written[:, 1], value)
+        written, norms = self.take_written(), self.norms
+        if norms is None or not norms.norms_values:
+            assert torch.equal(written[:, 1], value.to(self.qkv.dtype))
+        else:
+            mean = value.square().mean(-1, keepdim=True)
+            value /= (mean + norms.eps).sqrt()
+            bound = (self.rounding + 8 * eps_of(torch.float32)) * value.abs()
+            assert_within(written[:, 1], value, bound + spacing_at_zero(self.qkv.dtype))
         assert_within(prepared, *self._expected(query, norms and norms.query_weight))
         assert_within(written[:, 0], *self._expected(key, norms and norms.key_weight))
         assert self.pool.isnan().all()
@@ -109,6 +113,7 @@ def make_case(
     rotary_dim=None,
     has_norms=False,
     norm_kind=NormKind.ROUNDED,
+    norms_values=False,
     seed=0,
     module=kernels,
     device=CPU,
@@ -134,5 +139,5 @@ def make_case(
         meta=meta_on(device, meta),
         num_heads=num_heads,
         rotation=Rotation(rotation.cos.to(device), rotation.sin.to(device)) if rotates else None,
-        norms=QkNorms(*norms, eps=1e-6, kind=norm_kind) if has_norms else None,
+        norms=QkNorms(*norms, 1e-6, norm_kind, norms_values=norms_values) if has_norms else None,
     )

@@ -57,6 +57,29 @@ def test_heads(heads):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, has_norms=True).check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [96])
+def test_normalized_values_that_are_the_keys(head_dim, dtype):
+    case = make_case(head_dim=head_dim, dtype=dtype, has_norms=True, norms_values=True)
+    query, key, value = case.parts()
+    value.copy_(key)
+    case.check((query, key, key))
+
+
+def test_queries_alone():
+    """The layer reads the keys and values of another one."""
+    case = make_case(has_norms=True)
+    query, key, _ = case.parts()
+    expected = case.run(query.clone(), key.clone(), key.clone())
+    case.take_written()
+    none, kv = key[:, :0], case.pool[:, 1, :, :0]
+    prepared = cache.rotate_and_write_kv(
+        query, none, none, kv, case.meta, rotation=case.rotation, norms=case.norms
+    )
+    assert torch.equal(prepared, expected)
+    assert case.pool.isnan().all()
+
+
 def test_more_heads_than_a_program_processes():
     make_case(num_heads=24, num_kv_heads=12, head_dim=256, has_norms=True, spans=[(3, 2)]).check()
 

@@ -188,6 +188,7 @@ class RecordedSteps:
             on_layer=on_layer,
             state_group=None if memory is None else memory.layer_group,
             states=() if memory is None else memory.layers,
+            group_shapes=self._kv.group_shapes,
         )
         kept = None
         if self._kept is not None:

@@ -6,7 +6,7 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache.spec import LayerGroups, group_layers, slicing_of
+from engine.kv_cache.spec import LayerGroups, slicing_of
 from engine.models.layers import CausalModel
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import ModelInfo, StepCosts
@@ -31,7 +31,7 @@ from engine.runtime.steps.host_steps import HostSteps
 from engine.runtime.steps.stage_steps import DeviceStageSteps, StageSteps
 from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
-from engine.runtime.weights.loader import LoadedModel, load_model
+from engine.runtime.weights.loader import LoadedModel, layer_groups_of, load_model
 from kernels import EngineRanks
 from kvstore.mover.pool_objects import view_blocks
 
@@ -136,7 +136,7 @@ class Launcher:
             why_no_states="",
         )
         model = self._loaded.model.config
-        layer_groups = group_layers(self._loaded.sliding_windows, model.recurrent_layers)
+        layer_groups = layer_groups_of(model)
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self._info = _model_info(self._loaded, layer_groups, config)
         self._layout, self._states = self._info.layout, self._info.states
@@ -278,7 +278,7 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
             f"the model takes {max_model_len} tokens, more than can be served; "
             f"set --max-model-len to at most {_MAX_MODEL_LEN}"
         )
-    layout = decide_layout(config, loaded, layer_groups.layers_per_block)
+    layout = decide_layout(config, loaded, layer_groups)
     states = state_layout(loaded.model.config, loaded.dtype)
     if config.kv_connector is not None:
         states = slicing_of(config, layout, states).slots

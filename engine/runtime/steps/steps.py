@@ -124,6 +124,7 @@ class StepModel:
             scales=self.kv.scales,
             state_group=None if states is None else states.layer_group,
             states=() if states is None else states.layers,
+            group_shapes=self.kv.group_shapes,
         )
 
 

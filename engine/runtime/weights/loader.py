@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
-from engine.kv_cache.spec import group_layers
+from engine.kv_cache.spec import LayerGroups, group_layers
+from engine.models.config import ModelConfig
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
@@ -47,6 +48,7 @@ __all__ = [
     "allocate_modules",
     "draw_weights",
     "dummy_fingerprint",
+    "layer_groups_of",
     "load_model",
 ]
 
@@ -148,7 +150,7 @@ def load_model(
             described = described.untied()
             whole = described.build()
     model = whole if part == WHOLE_MODEL else described.build(part)
-    layer_groups = group_layers(model.config.sliding_windows, model.config.recurrent_layers)
+    layer_groups = layer_groups_of(model.config)
     layer_groups.slots_of(part.stage, part.num_stages)  # refuses stages of unequal parts
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
@@ -187,6 +189,13 @@ def load_model(
         weight_bytes=weight_bytes,
         shares_weights=shares_weights,
         num_kv_parts=model.config.num_kv_parts,
+    )
+
+
+def layer_groups_of(config: ModelConfig) -> LayerGroups:
+    """Returns how a model's layers share blocks."""
+    return group_layers(
+        config.sliding_windows, config.recurrent_layers, config.kv_shapes, config.kv_sources
     )
 
 

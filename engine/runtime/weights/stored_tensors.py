@@ -56,13 +56,15 @@ class _Unused(Enum):
 
     BEYOND = "layers beyond num_hidden_layers {}, which are not used"
     DRAFTS = "layers that draft tokens, which are not used"
-    IMAGES = "the part that reads images, which is not used: only text is served"
+    OTHER_MEDIA = "the parts that read images or sound, which are not used: only text is served"
 
 
 _UNUSED_PARTS: Mapping[_Unused, re.Pattern[str]] = MappingProxyType(
     {
         _Unused.DRAFTS: re.compile(r"(^|\.)mtp\."),
-        _Unused.IMAGES: re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\."),
+        _Unused.OTHER_MEDIA: re.compile(
+            r"^(model\.)?(visual|multi_modal_projector|(vision|audio)_tower|embed_(vision|audio))\."
+        ),
     }
 )
 
@@ -201,7 +203,7 @@ class _Names:
 
     def __init__(self, model: CausalModel) -> None:
         self._known: Set[str] = model.checkpoint_tensors().keys() | {model.head_tensor}
-        self._head = model.head_tensor
+        self._head, self._is_unused = model.head_tensor, model.is_unused
         stem, _, inner = model.layers_path.partition(".")
         self._first_part = f"{stem}."
         layers = f"({re.escape(self._first_part)})?{re.escape(inner)}"
@@ -220,7 +222,7 @@ class _Names:
         for candidate in (name, self._first_part + name):
             if candidate in self._known:
                 return candidate
-        if is_without_effect(name):
+        if is_without_effect(name) or self._is_unused(name):
             return None
         if self._is_beyond(name):
             return _Unused.BEYOND

@@ -164,7 +164,7 @@ struct RotateAndWriteKv {
   ElementType element;
   void* query;  // [num_tokens, num_heads, head_dim]
   void* key;    // [num_tokens, num_kv_heads, head_dim]; overwritten
-  const void* value;
+  const void* value;  // may be key
   int64_t query_stride;  // from token to token; a token's heads are adjacent
   int64_t key_stride;
   int64_t value_stride;
@@ -175,6 +175,7 @@ struct RotateAndWriteKv {
   const void* key_norm;
   double eps;
   NormKind norm_kind;
+  int64_t norms_values;  // whether values are normalized, without a weight
   const float* cos;  // [num_tokens, rotary_half], or null: no rotation
   const float* sin;
   int64_t rotary_half;  // half the number of elements that are rotated, a head's first ones

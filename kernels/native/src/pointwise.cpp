@@ -39,10 +39,9 @@ float times_weight(float normed, float weight) {
   return E::widen_one(E::narrow_one(normed)) * weight;
 }
 
-// `out` may be `input`.
-template <class E, NormKind kind>
-void normalize(const typename E::Stored* input, const typename E::Stored* weight, int64_t size,
-               double eps, typename E::Stored* out) {
+// The factor that makes the mean of a row's squares 1.
+template <class E>
+float norm_factor(const typename E::Stored* input, int64_t size, double eps) {
   Floats squares{};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
@@ -51,7 +50,15 @@ void normalize(const typename E::Stored* input, const typename E::Stored* weight
   }
   float total = sum(squares);
   for (; i < size; ++i) total += E::widen_one(input[i]) * E::widen_one(input[i]);
-  const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + static_cast<float>(eps));
+  return 1.0f / std::sqrt(total / static_cast<float>(size) + static_cast<float>(eps));
+}
+
+// `out` may be `input`.
+template <class E, NormKind kind>
+void normalize(const typename E::Stored* input, const typename E::Stored* weight, int64_t size,
+               double eps, typename E::Stored* out) {
+  const float factor = norm_factor<E>(input, size, eps);
+  int64_t i;
   for (i = 0; i + kLanes <= size; i += kLanes) {
     const Floats normed = E::widen_lanes(input + i) * broadcast(factor);
     E::narrow_lanes(out + i, times_weight<E, kind>(normed, E::widen_lanes(weight + i)));
@@ -60,6 +67,17 @@ void normalize(const typename E::Stored* input, const typename E::Stored* weight
     const float normed = E::widen_one(input[i]) * factor;
     out[i] = E::narrow_one(times_weight<E, kind>(normed, E::widen_one(weight[i])));
   }
+}
+
+// The same without a weight, in place.
+template <class E>
+void normalize_plainly(typename E::Stored* row, int64_t size, double eps) {
+  const float factor = norm_factor<E>(row, size, eps);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    E::narrow_lanes(row + i, E::widen_lanes(row + i) * broadcast(factor));
+  }
+  for (; i < size; ++i) row[i] = E::narrow_one(E::widen_one(row[i]) * factor);
 }
 
 template <class E>
@@ -120,10 +138,13 @@ void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
     prepare_head<E>(job, token, query + head * job.head_dim, job.query_norm);
   }
   for (int64_t head = 0; head < job.num_kv_heads; ++head) {
+    // The value comes first, as it may lie where the key is prepared.
+    auto* key_place = place + head * job.head_stride;
+    auto* value_place = key_place + job.value_offset;
+    std::memcpy(value_place, value + head * job.head_dim, num_bytes);
+    if (job.norms_values) normalize_plainly<E>(value_place, job.head_dim, job.eps);
     prepare_head<E>(job, token, key + head * job.head_dim, job.key_norm);
-    std::memcpy(place + head * job.head_stride, key + head * job.head_dim, num_bytes);
-    std::memcpy(place + head * job.head_stride + job.value_offset, value + head * job.head_dim,
-                num_bytes);
+    std::memcpy(key_place, key + head * job.head_dim, num_bytes);
   }
 }
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.kv_cache.spec import KvCacheSpec, group_layers, spec_of
+from kvstore.layout import KvShape
 from tests.support.fake_model import fake_info
 
 WINDOWS = st.none() | st.integers(1, 9)
@@ -63,6 +64,37 @@ def test_layer_groups_of_the_gemma_3_pattern() -> None:
     layer_groups = group_layers(([512] * 5 + [None]) * 2)
     assert layer_groups.windows == (512,) * 5 + (None,)
     assert layer_groups.layers_per_block == 2
+
+
+def test_layers_of_several_shapes_share_blocks_of_one_size() -> None:
+    """Gemma 4 26B: five layers with a window and eight heads, one without and two wider heads."""
+    sliding, full = KvShape(8, 256), KvShape(2, 512)
+    groups = group_layers(([1024] * 5 + [None]) * 5, shapes=([sliding] * 5 + [full]) * 5)
+    assert groups.shapes[0] == KvShape(8, 256, num_layers=3)
+    assert groups.windows.count(None) == 1
+    assert groups.windows.count(1024) == 9
+
+
+@given(st.data())
+def test_blocks_of_all_shapes_have_one_size(data: st.DataObject) -> None:
+    shapes = st.builds(KvShape, st.integers(1, 4), st.sampled_from([8, 16, 24]))
+    kinds = data.draw(st.lists(st.tuples(st.sampled_from([None, 8]), shapes), min_size=1))
+    last = {kind: number for number, kind in enumerate(kinds[: len(kinds) // 2 + 1])}
+    sources = [last.get(kind, number) for number, kind in enumerate(kinds)]
+    windows = [window for window, _ in kinds]
+    groups = group_layers(windows, shapes=[shape for _, shape in kinds], sources=sources)
+    assert len({shape.width for shape in groups.shapes}) <= 1
+    own = [slot for number, slot in enumerate(groups.slots) if sources[number] == number]
+    assert len(set(own)) == len(own)
+    for number, ((window, shape), (group, index)) in enumerate(
+        zip(kinds, groups.slots, strict=True)
+    ):
+        assert groups.slots[number] == groups.slots[sources[number]]
+        assert groups.windows[group] == window
+        if groups.shapes:
+            found = groups.shapes[group]
+            assert (found.num_kv_heads, found.head_dim) == (shape.num_kv_heads, shape.head_dim)
+            assert index < found.num_layers
 
 
 @given(spec=SPECS, position=st.integers(0, 40))

@@ -22,7 +22,9 @@ REQUIRED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 def source_config(model_type, **fields):
-    return transformers.AutoConfig.for_model(model_type, **fields)
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def read_config_of(model_type, **fields):
@@ -78,6 +80,21 @@ def test_a_config_does_not_change(model_type):
             "it must be an object per layer type",
         ),
         ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping is -1"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "bidirectional_attention 'all'"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block True is not supported"),
+        ("gemma4_text", {"num_kv_shared_layers": 26}, "num_kv_shared_layers 26 is not supported"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9"),
+        ("gemma4_text", {"per_layer_config": {"5": {"hidden_size": 1}}}, "per_layer_config"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"5": {"head_dim": 512}}},
+            "per_layer_config has different shapes for layers of full_attention",
+        ),
+        (
+            "gemma4_text",
+            {"layer_types": ["full_attention"] * 29 + ["sliding_attention"]},
+            "layer_types ends with 'sliding_attention'",
+        ),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
         ("ernie4_5", {"use_bias": None}, "use_bias is None; it must be true or false"),
         ("ernie4_5", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
@@ -348,6 +365,21 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
             {
                 "rope_parameters": {"sliding_attention": {"rope_theta": 3e4}},
                 "layer_types": ["full_attention", "sliding_attention"] * 4,
+            },
+        ),
+        ("gemma4_text", {}),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 5e5,
+                        "partial_rotary_factor": 0.4,
+                        "factor": 2.0,
+                    },
+                }
             },
         ),
         ("olmo3", {"rope_theta": 1e5, "rope_scaling": YARN}),

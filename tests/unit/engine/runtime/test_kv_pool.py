@@ -10,7 +10,7 @@ import torch
 from baton.common.container_limits import LimitsShare
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec, group_layers
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.kv_pool import (
     DeviceMemory,
@@ -197,7 +197,7 @@ def _layout(head_dim=16, **flags):
         head_dim=head_dim,
         dtype="bfloat16",
     )
-    return decide_layout(EngineConfig(model="m", **flags), model, 3)
+    return decide_layout(EngineConfig(model="m", **flags), model, group_layers((None,) * 3))
 
 
 def test_blocks_have_the_models_type_unless_a_flag_changes_it():
