@@ -18,6 +18,7 @@ from engine.models.config_fields import (
     ConfigFields,
     unsupported,
 )
+from kernels.layer_kinds import Activation
 
 __all__ = [
     "MAX_LAYERS",
@@ -34,6 +35,7 @@ __all__ = [
 # weights' shapes are compared.
 MAX_LAYERS = 1024
 _MAX_HEAD_DIM = 2**16
+_ACTIVATIONS = (Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class OptConfig(ModelConfig):
 
     ffn_dim: int
     embedding_size: int
-    activation: str
+    activation: Activation
     norm_before: bool
     final_norm: bool
     norm_affine: bool
@@ -158,7 +160,7 @@ class Gpt2Config(ModelConfig):
     """GPT-2. `attention_scales` has, per layer, the factor on attention scores."""
 
     inner_size: int
-    activation: str
+    activation: Activation
     layer_norm_eps: float
     attention_scales: tuple[float, ...]
 
@@ -179,7 +181,7 @@ def opt_config(fields: ConfigFields) -> OptConfig:
         **common_fields(fields),
         ffn_dim=fields.count("ffn_dim"),
         embedding_size=fields.optional_count("word_embed_proj_dim") or fields.count("hidden_size"),
-        activation=fields.text("activation_function"),
+        activation=fields.activation("activation_function", _ACTIVATIONS),
         norm_before=norm_before,
         final_norm=norm_before and not fields.flag("_remove_final_layer_norm"),
         norm_affine=fields.flag("layer_norm_elementwise_affine"),
@@ -201,7 +203,7 @@ def gpt2_config(fields: ConfigFields) -> Gpt2Config:
     return Gpt2Config(
         **common,
         inner_size=fields.optional_count("n_inner") or 4 * common["hidden_size"],
-        activation=fields.text("activation_function"),
+        activation=fields.activation("activation_function", _ACTIVATIONS),
         layer_norm_eps=fields.epsilon("layer_norm_epsilon"),
         attention_scales=tuple(
             scale / (layer + 1) if by_layer else scale for layer in range(common["num_layers"])

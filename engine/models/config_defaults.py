@@ -63,6 +63,16 @@ _GEMMA = _DECODER | {
     "sliding_window": 4096,
 }
 
+# Decoders with layer norms, MLPs without gates, and as many KV heads as heads.
+_LAYER_NORMED = {
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
 _QWEN_DELTA = _DECODER | {
     "num_attention_heads": 16,
     "head_dim": 256,
@@ -175,6 +185,32 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_bias": True,
             "attention_out_bias": False,
             "mlp_bias": False,
+        },
+        "gpt_neox": _LAYER_NORMED
+        | {
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "partial_rotary_factor": 0.25,
+            "attention_bias": True,
+            "use_parallel_residual": True,
+        },
+        "falcon": _LAYER_NORMED
+        | {
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_attention_heads": 71,
+            "tie_word_embeddings": True,
+            "alibi": False,
+            "bias": False,
+            "ffn_hidden_size": None,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "num_kv_heads": None,
+            "num_ln_in_parallel_attn": None,
+            "parallel_attn": True,
         },
         "olmo2": _OLMO,
         "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
@@ -345,6 +381,14 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
+        "falcon": {
+            "hidden_act": "activation",
+            "hidden_size": "n_embed",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         "gpt_oss": {"num_local_experts": "num_experts"},
         "mixtral": {"num_local_experts": "num_experts"},
         "qwen3_moe": {"num_experts": "num_local_experts"},

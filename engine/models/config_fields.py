@@ -5,15 +5,32 @@ long as that of torch.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from baton.common.errors import ConfigurationError
 from engine.models.config_defaults import DEFAULTS, OTHER_NAMES
 from engine.models.deepseek_defaults import DEEPSEEK_DEFAULTS
+from kernels.layer_kinds import Activation
 
 __all__ = ["MAX_TOKENS", "ConfigFieldError", "ConfigFields", "positive", "unsupported", "wrong"]
 
+# The names of transformers; several programs that compute one function in other ways had their own.
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "relu": Activation.RELU,
+        "gelu": Activation.GELU,
+        "gelu_python": Activation.GELU,
+        "gelu_accurate": Activation.GELU_TANH,
+        "gelu_fast": Activation.GELU_TANH,
+        "gelu_new": Activation.GELU_TANH,
+        "gelu_python_tanh": Activation.GELU_TANH,
+        "gelu_pytorch_tanh": Activation.GELU_TANH,
+        "silu": Activation.SILU,
+        "swish": Activation.SILU,
+    }
+)
 _DTYPE_NAMES = {"float": "float32", "half": "float16"}  # torch's other names
 _MAX_SHOWN = 200
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {**DEFAULTS, **DEEPSEEK_DEFAULTS}
@@ -137,6 +154,14 @@ class ConfigFields:
         if not isinstance(value, str):
             raise wrong(name, value, "a text")
         return value
+
+    def activation(self, name: str, supported: Collection[Activation]) -> Activation:
+        """One of the supported functions."""
+        stated = self.text(name)
+        activation = _ACTIVATIONS.get(stated)
+        if activation is None or activation not in supported:
+            raise unsupported(name, stated)
+        return activation
 
 
 def unsupported(field: str, value: Any) -> ConfigFieldError:

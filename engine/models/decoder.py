@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
+from baton.common.errors import ConfigurationError
 from engine.models.decoder_config import DecoderConfig, QkNorm
 from engine.models.experts import SparseMlp
 from engine.models.latent import LatentAttention
@@ -25,7 +26,12 @@ from engine.models.linear import FusedLinear, GatedLinear, Linear, cut_of
 from engine.models.norms import LayerNorm, RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.rotary import RotaryEmbedding
-from engine.models.tensor_parts import StoredModule, TensorPart, half_split_order
+from engine.models.tensor_parts import (
+    StoredModule,
+    TensorPart,
+    grouped_order,
+    half_split_order,
+)
 from kernels import Activation, Cut, QkNorms, RankGroup, Rotation
 from kernels.paged_kv import LayerKv
 
@@ -79,12 +85,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
-        has_second_norm = config.norms_inputs and not config.is_parallel
+        shares_norm = config.is_parallel and config.shares_norm
+        has_second_norm = config.norms_inputs and not shares_norm
         self.input_layernorm = new_norm(config, is_used=config.norms_inputs)
         self.self_attn = new_attention(config, number, ranks)
         self.post_attention_layernorm = new_norm(config, is_used=has_second_norm)
         self.mlp = new_mlp(config, number, ranks)
-        self._norms_outputs, self._is_parallel = config.norms_outputs, config.is_parallel
+        self._norms_outputs = config.norms_outputs
+        self._is_parallel, self._shares_norm = config.is_parallel, shares_norm
         self.attention_post_norm = new_norm(config, is_used=config.norms_outputs)
         self.mlp_post_norm = new_norm(config, is_used=config.norms_outputs)
 
@@ -100,10 +108,15 @@ class DecoderLayer(nn.Module):
         """
         output: torch.Tensor
         normed = self.input_layernorm(hidden)
+        if self._is_parallel:
+            rows = select_rows(normed if self._shares_norm else hidden, kv)
+            rows = self.post_attention_layernorm(rows)  # before its memory is that of a result
+            hidden = self.self_attn(normed, rotations, kv, residual=hidden)
+            output = self.mlp(rows, residual=hidden)
+            return output
         if not self._norms_outputs:
             hidden = self.self_attn(normed, rotations, kv, residual=hidden)
-            rows = select_rows(normed, kv) if self._is_parallel else hidden
-            output = self.mlp(self.post_attention_layernorm(rows), residual=hidden)
+            output = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
             return output
         attended = self.self_attn(normed, rotations, kv)
         hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
@@ -122,7 +135,7 @@ def new_mlp(config: DecoderConfig, number: int, ranks: RankGroup | None) -> nn.M
     """Makes the MLP of a layer, which may be a mixture of experts."""
     if config.experts is not None and config.experts.is_sparse[number]:
         return SparseMlp(config.hidden_size, config.experts, ranks)
-    return GatedMlp(config, ranks)
+    return GatedMlp(config, ranks) if config.gates_mlp else PlainMlp(config, ranks)
 
 
 def new_norm(config: DecoderConfig, *, is_used: bool = True) -> nn.Module:
@@ -130,7 +143,7 @@ def new_norm(config: DecoderConfig, *, is_used: bool = True) -> nn.Module:
     if not is_used:
         return nn.Identity()
     if config.norm is None:
-        return LayerNorm(config.hidden_size, config.rms_norm_eps)
+        return LayerNorm(config.hidden_size, config.rms_norm_eps, has_bias=config.norm_bias)
     return RmsNorm(config.hidden_size, config.rms_norm_eps, config.norm)
 
 
@@ -148,9 +161,13 @@ class DecoderAttention(nn.Module):
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
         self._gates_outputs = config.gates_outputs
         gates = query.size if config.gates_outputs else 0
-        self._storage = _qkv_storage(config, self._rope, heads.query.size)
-        self._outputs = {"q_proj": query.times(2) if gates else query, "k_proj": kv, "v_proj": kv}
         self._widths = [query.size, gates, kv.size, kv.size]
+        self._outputs = {"q_proj": query.times(2) if gates else query, "k_proj": kv, "v_proj": kv}
+        self._storage = _qkv_storage(config, self._rope, heads.query.size)
+        if config.joins_by_head:
+            self._outputs = {"heads": _by_head(config, ranks)}
+            order = grouped_order(heads.kv.size, self._widths)
+            self._storage = {"is_joined": True, "row_orders": {"heads": order}}
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(
             query,
@@ -254,9 +271,23 @@ def _qkv_storage(config: DecoderConfig, rope: int | None, num_heads: int) -> dic
         orders = {"q_proj": order, "k_proj": order}
     if config.gates_outputs:  # the checkpoint has each head's gate behind its query
         assert not orders, "no family with gates has interleaved rotary embeddings"
-        rows = torch.arange(2 * num_heads * config.head_dim, device="cpu")
-        orders = {"q_proj": rows.view(num_heads, 2, -1).swapaxes(0, 1).flatten()}
+        orders = {"q_proj": grouped_order(num_heads, [num_heads * config.head_dim] * 2)}
     return {"is_joined": "qkv_proj" in config.joined, "row_orders": orders}
+
+
+def _by_head(config: DecoderConfig, ranks: RankGroup | None) -> Cut:
+    """Returns this rank's rows of Q, K and V that are stored KV head by KV head.
+
+    Raises:
+        ConfigurationError: there are more ranks than KV heads.
+    """
+    if ranks is not None and config.num_kv_heads % ranks.size:
+        raise ConfigurationError(
+            f"--tensor-parallel-size is {ranks.size}; it must divide the model's "
+            f"{config.num_kv_heads} KV heads"
+        )
+    rows_per_head = (config.num_heads // config.num_kv_heads + 2) * config.head_dim
+    return cut_of(config.num_kv_heads, ranks).times(rows_per_head)
 
 
 class GatedMlp(nn.Module):
@@ -280,4 +311,21 @@ class GatedMlp(nn.Module):
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""
         output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
+        return output
+
+
+class PlainMlp(nn.Module):
+    """The MLP without a gate; the arguments are the layer's."""
+
+    def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
+        super().__init__()
+        size, bias = cut_of(config.intermediate_size, ranks), config.mlp_bias
+        self.up_proj = Linear(config.hidden_size, size, bias=bias, activation=config.activation)
+        self.down_proj = Linear(
+            size, config.hidden_size, bias=bias, ranks=ranks, scale=config.residual_scale
+        )
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes `[rows, hidden_size]` and adds `residual`."""
+        output: torch.Tensor = self.down_proj(self.up_proj(hidden), residual)
         return output

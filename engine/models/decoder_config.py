@@ -16,14 +16,8 @@ from kernels.layer_kinds import Activation, NormKind
 
 __all__ = ["DecoderConfig", "QkNorm", "decoder_config"]
 
-_GATE_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_python": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
+_GATE_ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH)
+_MLP_ACTIVATIONS = (*_GATE_ACTIVATIONS, Activation.RELU)
 _LAYER_TYPES = ("sliding_attention", "full_attention", "attention")  # the last is an older name
 
 
@@ -49,13 +43,15 @@ class DecoderConfig(ModelConfig):
         qkv_bias: whether Q, K and V have biases.
         output_bias: whether the projection after attention has one.
         mlp_bias: whether the projections of the MLP have biases.
-        norm: kind of all norms; None for layer norms without biases.
-        is_parallel: whether attention and MLP read the same normalized input, and so each layer
-            has one norm.
+        norm: kind of all norms; None for layer norms.
+        norm_bias: whether layer norms have biases.
+        is_parallel: whether attention and MLP read the same hidden states.
+        shares_norm: whether they then have one norm, and not one each.
         norms_inputs: whether the inputs of attention and MLP are normalized.
         norms_outputs: whether their outputs are, before they are added to the hidden states.
         qk_norm: what the norms of Q and K span.
-        activation: function of the MLP's gate.
+        gates_mlp: whether the MLP has a gate.
+        activation: function of the MLP's gate, or of its inner layer if it has none.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
         gates_outputs: whether attention's output is multiplied by a sigmoid of a gate, which the
             projection of Q has too.
@@ -66,6 +62,7 @@ class DecoderConfig(ModelConfig):
         rounds_embedding_scale: whether that factor is rounded to the type of the weights.
         residual_scale: factor on what attention and MLP add to the hidden states.
         joined: modules whose layers are one tensor in the checkpoint: qkv_proj, gate_up_proj.
+        joins_by_head: whether the joined Q, K and V are stored KV head by KV head.
         experts: the mixtures of experts; None if all layers have an MLP.
         latent: latent attention, of all layers; None if they cache keys and values.
     """
@@ -78,10 +75,13 @@ class DecoderConfig(ModelConfig):
     output_bias: bool
     mlp_bias: bool
     norm: NormKind | None = NormKind.ROUNDED
+    norm_bias: bool = False
     is_parallel: bool = False
+    shares_norm: bool = True
     norms_inputs: bool = True
     norms_outputs: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    gates_mlp: bool = True
     activation: Activation = Activation.SILU
     attention_scale: float | None = None
     gates_outputs: bool = False
@@ -91,6 +91,7 @@ class DecoderConfig(ModelConfig):
     rounds_embedding_scale: bool = False
     residual_scale: float = 1.0
     joined: frozenset[str] = frozenset()
+    joins_by_head: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
 
@@ -143,13 +144,15 @@ def decoder_config(
     is_interleaved: bool = False,
     recurrent_type: str | None = None,
     head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    gates_mlp: bool = True,
 ) -> DecoderConfig:
     """Reads the fields that decoders have in common; those that differ are as Llama's.
 
     A field that some families lack counts only if it is a key of the family's defaults:
     `attention_bias` (of Q, K, V and the projection after attention), `mlp_bias`, `sliding_window`,
-    `use_sliding_window`, `max_window_layers`, `layer_norm_eps` in place of `rms_norm_eps`, and
-    `hidden_activation` in place of `hidden_act`.
+    `use_sliding_window`, `max_window_layers`, `num_key_value_heads`, `head_dim`, `layer_norm_eps`
+    in place of `rms_norm_eps`, and `hidden_activation` in place of `hidden_act`.
 
     Args:
         fields: of config.json.
@@ -159,6 +162,8 @@ def decoder_config(
         is_interleaved: whether rotary embedding pairs neighbouring elements.
         recurrent_type: the layer type of the family's recurrent layers; None if it has none.
         head_dim: width of a head; None for the one that config.json describes.
+        num_kv_heads: number of KV heads; None for `num_key_value_heads`.
+        gates_mlp: whether the MLP has a gate.
 
     Raises:
         ConfigurationError: a field has an unsupported value.
@@ -166,8 +171,11 @@ def decoder_config(
     attention_bias, mlp_bias = (
         fields.has(name) and fields.flag(name) for name in ("attention_bias", "mlp_bias")
     )
-    head_dim = head_dim or fields.optional_count("head_dim")
-    common = common_fields(fields, fields.optional_count("num_key_value_heads"), head_dim)
+    common = common_fields(
+        fields,
+        num_kv_heads or _own_count(fields, "num_key_value_heads"),
+        head_dim or _own_count(fields, "head_dim"),
+    )
     types = _layer_types(fields, layer_types, recurrent_type)
     window = _window(fields)
     common["sliding_windows"] = tuple(
@@ -197,16 +205,17 @@ def decoder_config(
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=mlp_bias,
-        activation=_gate_activation(fields),
+        activation=fields.activation(
+            "hidden_activation" if fields.has("hidden_activation") else "hidden_act",
+            _GATE_ACTIVATIONS if gates_mlp else _MLP_ACTIVATIONS,
+        ),
+        gates_mlp=gates_mlp,
     )
 
 
-def _gate_activation(fields: ConfigFields) -> Activation:
-    name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
-    stated = fields.text(name)
-    if stated not in _GATE_ACTIVATIONS:
-        raise unsupported(name, stated)
-    return _GATE_ACTIVATIONS[stated]
+def _own_count(fields: ConfigFields, name: str) -> int | None:
+    """Returns a count that the family reads and config.json states; else None."""
+    return fields.optional_count(name) if fields.has(name) else None
 
 
 def _layer_types(

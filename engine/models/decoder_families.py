@@ -11,9 +11,11 @@ __all__ = [
     "cohere2_config",
     "cohere_config",
     "ernie4_5_config",
+    "falcon_config",
     "gemma2_config",
     "gemma3_config",
     "glm4_config",
+    "gpt_neox_config",
     "granite_config",
     "olmo2_config",
     "olmo3_config",
@@ -25,6 +27,11 @@ __all__ = [
 ]
 
 _OLMO3_SLIDING_THETA = 500_000.0
+# The names of decoders with layer norms and MLPs without gates.
+_DENSE_NAMES = {
+    "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+}
 _OUTPUT_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -143,6 +150,69 @@ def ernie4_5_config(fields: ConfigFields) -> DecoderConfig:
     bias = fields.flag("use_bias")
     config = decoder_config(fields, is_interleaved=True)
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
+
+
+def gpt_neox_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a GPT-NeoX model (arXiv:2204.06745): a fused Q, K and V of each head."""
+    return replace(
+        decoder_config(fields, gates_mlp=False),
+        mlp_bias=True,
+        norm=None,
+        norm_bias=True,
+        is_parallel=fields.flag("use_parallel_residual"),
+        shares_norm=False,
+        names={
+            **_DENSE_NAMES,
+            "model": "gpt_neox",
+            "embed_tokens": "embed_in",
+            "norm": "final_layer_norm",
+            "lm_head": "embed_out",
+            "self_attn.qkv_proj": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense",
+        },
+        joined=frozenset({"qkv_proj"}),
+        joins_by_head=True,
+    )
+
+
+def falcon_config(fields: ConfigFields) -> DecoderConfig:
+    """Reads the config of a Falcon model (arXiv:2311.16867) with rotary embeddings."""
+    is_new, is_parallel = fields.flag("new_decoder_architecture"), fields.flag("parallel_attn")
+    num_norms = fields.optional_count("num_ln_in_parallel_attn")
+    if fields.flag("alibi"):
+        raise unsupported("alibi", value=True)
+    if is_new and not is_parallel:
+        raise unsupported("parallel_attn", value=False)
+    if num_norms not in ((None, 1, 2) if is_new else (None, 1)):
+        raise unsupported("num_ln_in_parallel_attn", num_norms)
+    has_one_kv_head = fields.flag("multi_query") and not is_new
+    num_kv_heads = 1 if has_one_kv_head else fields.optional_count("num_kv_heads")
+    config = decoder_config(fields, num_kv_heads=num_kv_heads, gates_mlp=False)
+    bias, shares_norm = fields.flag("bias"), not is_new or num_norms == 1
+    norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
+    return replace(
+        config,
+        intermediate_size=fields.optional_count("ffn_hidden_size") or 4 * config.hidden_size,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        norm=None,
+        norm_bias=True,
+        is_parallel=is_parallel,
+        shares_norm=shares_norm,
+        names={
+            **_DENSE_NAMES,
+            "model": "transformer",
+            "embed_tokens": "word_embeddings",
+            "layers": "h",
+            "norm": "ln_f",
+            "self_attn.qkv_proj": "self_attention.query_key_value",
+            "self_attn.o_proj": "self_attention.dense",
+            **({} if shares_norm else norms),
+        },
+        joined=frozenset({"qkv_proj"}),
+        joins_by_head=not has_one_kv_head,
+    )
 
 
 def seed_oss_config(fields: ConfigFields) -> DecoderConfig:

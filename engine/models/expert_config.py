@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
+from engine.models.config_fields import ConfigFieldError, ConfigFields
 from engine.models.expert_storage import ExpertStorage
 from kernels import Activation, RoutingRule
 
@@ -16,7 +16,6 @@ __all__ = [
 ]
 
 _MAX_EXPERTS = 4096  # modules have parts for each, before the weights' shapes are compared
-_ACTIVATIONS = ("silu", "swish")  # two names of the only function of the experts' gates
 _OPERAND_BYTES = 4  # of an element of a layer's input, in the order of the native kernels
 MAX_TOKENS_AT_ONCE = 2048
 """Tokens that a mixture computes at a time, which bounds the memory for their experts' states."""
@@ -93,8 +92,6 @@ def experts_config(
     Raises:
         ConfigFieldError: a field has an unsupported value.
     """
-    if fields.text("hidden_act") not in _ACTIVATIONS:
-        raise unsupported("hidden_act", fields.text("hidden_act"))
     num_experts = fields.count(count_field, _MAX_EXPERTS)
     top_k = fields.count("num_experts_per_tok")
     if top_k > num_experts:
@@ -108,6 +105,7 @@ def experts_config(
         rule=replace(rule, top_k=top_k),
         is_sparse=_sparse_layers(fields),
         shared_width=fields.count(shared) if fields.has(shared) else 0,
+        activation=fields.activation("hidden_act", (Activation.SILU,)),
     )
 
 

@@ -8,11 +8,16 @@ from engine.models.config import Gpt2Config
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    activation_named,
     cached_attention,
     select_rows,
 )
-from engine.models.linear import TransposedFusedLinear, TransposedLinear, cut_of
+from engine.models.linear import (
+    PositionTable,
+    TransposedFusedLinear,
+    TransposedLinear,
+    cut_of,
+)
+from engine.models.norms import LayerNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv
@@ -31,18 +36,18 @@ class Gpt2(CausalModel):
         super().__init__(config, config.hidden_size, part)
         size = config.hidden_size
         self.wte = self._new_embedding(size)
-        self.wpe = nn.Embedding(config.max_model_len, size) if part.is_first else None
+        self.wpe = PositionTable(config.max_model_len, size) if part.is_first else None
         self.h = self._new_layers(
             lambda number: _Layer(config, config.attention_scales[number], part.ranks)
         )
-        self.ln_f = nn.LayerNorm(size, eps=config.layer_norm_eps) if part.is_last else None
+        self.ln_f = _layer_norm(config) if part.is_last else None
 
     @override
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.wte is not None
         assert self.wpe is not None
-        embedded: torch.Tensor = self.wte(token_ids) + self.wpe(positions)
-        return embedded
+        placed: torch.Tensor = self.wpe(positions, self.wte(token_ids))
+        return placed
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -54,14 +59,14 @@ class Gpt2(CausalModel):
 class _Layer(nn.Module):
     def __init__(self, config: Gpt2Config, scale: float, ranks: RankGroup | None) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ln_1 = _layer_norm(config)
         self.attn = _Attention(config, scale, ranks)
-        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ln_2 = _layer_norm(config)
         self.mlp = _Mlp(config, ranks)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
-        hidden = select_rows(hidden, kv) + self.attn(self.ln_1(hidden), kv)
-        output: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
+        hidden = self.attn(self.ln_1(hidden), kv, residual=hidden)
+        output: torch.Tensor = self.mlp(self.ln_2(hidden), residual=hidden)
         return output
 
 
@@ -77,11 +82,11 @@ class _Attention(nn.Module):
         )
         self.c_proj = TransposedLinear(heads_cut, size, bias=True, ranks=ranks)
 
-    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, kv: LayerKv, residual: torch.Tensor) -> torch.Tensor:
         qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         attended = cached_attention(query, key, value, kv, scale=self.scale)
-        output: torch.Tensor = self.c_proj(attended)
+        output: torch.Tensor = self.c_proj(attended, select_rows(residual, kv))
         return output
 
 
@@ -89,10 +94,15 @@ class _Mlp(nn.Module):
     def __init__(self, config: Gpt2Config, ranks: RankGroup | None) -> None:
         super().__init__()
         inner = cut_of(config.inner_size, ranks)
-        self.c_fc = TransposedLinear(config.hidden_size, inner, bias=True)
+        self.c_fc = TransposedLinear(
+            config.hidden_size, inner, bias=True, activation=config.activation
+        )
         self.c_proj = TransposedLinear(inner, config.hidden_size, bias=True, ranks=ranks)
-        self.activation = activation_named(config.activation)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.c_proj(self.activation(self.c_fc(hidden)))
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.c_proj(self.c_fc(hidden), residual)
         return output
+
+
+def _layer_norm(config: Gpt2Config) -> LayerNorm:
+    return LayerNorm(config.hidden_size, config.layer_norm_eps, has_bias=True)

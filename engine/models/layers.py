@@ -9,13 +9,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
 
 import kernels
 from baton.common.errors import ConfigurationError
 from engine.models.config import ModelConfig
-from engine.models.config_fields import unsupported
 from engine.models.linear import Embedding, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.tensor_parts import StoredModule, TensorPart, renamed_parts, stored_name
@@ -28,13 +26,10 @@ __all__ = [
     "CausalModel",
     "HeadCuts",
     "KeptStates",
-    "activation_named",
     "cached_attention",
     "checkpoint_tensors",
     "select_rows",
 ]
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
 
 OUTPUT_HEAD = "lm_head.weight"
 """Name of the output head's tensor in a checkpoint of most families."""
@@ -367,34 +362,3 @@ def select_rows(states: torch.Tensor, kv: LayerKv | LayerState) -> torch.Tensor:
     if kv.rows is None:
         return states
     return kernels.take_rows(states.flatten(1), kv.rows).view(len(kv.rows), *states.shape[1:])
-
-
-def _gelu_tanh(hidden: torch.Tensor) -> torch.Tensor:
-    return F.gelu(hidden, approximate="tanh")
-
-
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "gelu_python": F.gelu,
-        "gelu_accurate": _gelu_tanh,
-        "gelu_fast": _gelu_tanh,
-        "gelu_new": _gelu_tanh,
-        "gelu_python_tanh": _gelu_tanh,
-        "gelu_pytorch_tanh": _gelu_tanh,
-        "silu": F.silu,
-        "swish": F.silu,
-    }
-)
-
-
-def activation_named(name: str) -> Activation:
-    """Returns the activation that config.json calls `name`.
-
-    Raises:
-        ConfigurationError: the name is unknown.
-    """
-    if name not in _ACTIVATIONS:
-        raise unsupported("activation_function", name)
-    return _ACTIVATIONS[name]

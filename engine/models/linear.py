@@ -27,6 +27,7 @@ __all__ = [
     "GatedLinear",
     "Linear",
     "PackedModule",
+    "PositionTable",
     "TransposedFusedLinear",
     "TransposedLinear",
     "cut_of",
@@ -110,6 +111,32 @@ class Embedding(PackedModule):
         yield TensorPart(f"{path}.weight", rows, (self._tokens, Cut.whole(self.weight.num_columns)))
 
 
+class PositionTable(PackedModule):
+    """A learned vector per position, which ranks have whole.
+
+    Args:
+        num_positions: number of positions.
+        width: width of a vector.
+        num_unused: rows of the checkpoint's table before that of the first position.
+    """
+
+    def __init__(self, num_positions: int, width: int, num_unused: int = 0) -> None:
+        super().__init__(num_positions, width, WeightUse.LOOKUP)
+        self._num_unused = num_unused
+
+    def forward(self, positions: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Looks up `[num_tokens]` int64 positions, and adds `[num_tokens, width]`."""
+        return kernels.embed(positions, self.weight, addend=embedded)
+
+    @override
+    def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
+        num_positions, width = self.weight.num_rows, self.weight.num_columns
+        total = self._num_unused + num_positions
+        rows = self.weight.rows(0, num_positions)
+        cuts = Cut(total, self._num_unused, total), Cut.whole(width)
+        yield TensorPart(f"{path}.weight", rows, cuts)
+
+
 class Linear(PackedModule):
     """A linear layer.
 
@@ -119,6 +146,8 @@ class Linear(PackedModule):
         bias: whether it has a bias.
         ranks: the group that adds up the outputs if this rank has a range of the inputs.
         scale: factor on the outputs.
+        activation: of the outputs, before the factor; None for none. Ranks cannot add up such
+            outputs.
     """
 
     def __init__(
@@ -129,12 +158,14 @@ class Linear(PackedModule):
         bias: bool,
         ranks: RankGroup | None = None,
         scale: float = 1.0,
+        activation: Activation | None = None,
     ) -> None:
+        assert ranks is None or activation is None
         inputs, outputs = _as_cut(in_features), _as_cut(out_features)
         super().__init__(outputs.size, inputs.size, WeightUse.LINEAR)
         self.inputs, self.outputs = inputs, outputs
         self.bias = nn.Parameter(torch.empty(outputs.size)) if bias else None
-        self._ranks, self._scale = ranks, scale
+        self._ranks, self._scale, self._activation = ranks, scale, activation
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps `[rows, in_features]` to `[rows, out_features]` and adds `residual`, if any.
@@ -142,7 +173,14 @@ class Linear(PackedModule):
         The content of `residual` is undefined afterwards, as the result may use its memory.
         """
         if self._ranks is None:
-            return kernels.linear(hidden, self.weight, self.bias, residual, scale=self._scale)
+            return kernels.linear(
+                hidden,
+                self.weight,
+                self.bias,
+                residual,
+                activation=self._activation,
+                scale=self._scale,
+            )
         partial = kernels.linear(hidden, self.weight, out_dtype=torch.float32)
         return kernels.reduce_ranks(
             partial, self._ranks, self.bias, residual, dtype=hidden.dtype, scale=self._scale

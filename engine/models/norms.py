@@ -1,4 +1,4 @@
-"""Norms over the last axis, with a learned scale."""
+"""Norms over the last axis."""
 
 from collections.abc import Iterator
 
@@ -65,18 +65,23 @@ class RmsNorm(StoredModule):
 
 
 class LayerNorm(nn.Module):
-    """Norm of the distances from the mean (arXiv:1607.06450), without a bias.
+    """Norm of the distances from the mean (arXiv:1607.06450).
 
     Args:
         size: width of the axis.
         eps: added to the variance.
+        has_weight: whether it has a learned scale.
+        has_bias: whether it has a bias.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(
+        self, size: int, eps: float, *, has_weight: bool = True, has_bias: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if has_weight else None
+        self.bias = nn.Parameter(torch.empty(size)) if has_bias else None
         self.eps = eps
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalizes `[..., size]`, and adds `residual`; returns the same shape."""
-        return kernels.layer_norm(hidden, self.weight, None, self.eps, residual=residual)
+        return kernels.layer_norm(hidden, self.weight, self.bias, self.eps, residual=residual)

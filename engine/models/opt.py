@@ -8,19 +8,20 @@ from engine.models.config import OptConfig
 from engine.models.layers import (
     CausalModel,
     HeadCuts,
-    activation_named,
     cached_attention,
     select_rows,
 )
-from engine.models.linear import FusedLinear, Linear, cut_of
+from engine.models.linear import FusedLinear, Linear, PositionTable, cut_of
+from engine.models.norms import LayerNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from kernels import RankGroup
 from kernels.paged_kv import LayerKv
 
 __all__ = ["Opt"]
 
+_NORM_EPS = 1e-5
 # OPT was trained with code in which the first two rows of the position table are for padding.
-_POSITION_OFFSET = 2
+_NUM_PADDING_ROWS = 2
 
 
 class Opt(CausalModel):
@@ -32,8 +33,9 @@ class Opt(CausalModel):
         super().__init__(config, config.embedding_size, part)
         width, size = config.embedding_size, config.hidden_size
         self.embed_tokens = self._new_embedding(width)
-        num_positions = config.max_model_len + _POSITION_OFFSET
-        self.embed_positions = nn.Embedding(num_positions, size) if part.is_first else None
+        self.embed_positions = (
+            PositionTable(config.max_model_len, size, _NUM_PADDING_ROWS) if part.is_first else None
+        )
         reads, writes = part.is_first and width != size, part.is_last and width != size
         self.project_in = Linear(width, size, bias=False) if reads else nn.Identity()
         self.project_out = Linear(size, width, bias=False) if writes else nn.Identity()
@@ -45,9 +47,9 @@ class Opt(CausalModel):
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None
         assert self.embed_positions is not None
-        embedded: torch.Tensor = self.project_in(self.embed_tokens(token_ids))
-        placed: torch.Tensor = self.embed_positions(positions + _POSITION_OFFSET)
-        return embedded + placed
+        embedded = self.project_in(self.embed_tokens(token_ids))
+        placed: torch.Tensor = self.embed_positions(positions, embedded)
+        return placed
 
     @override
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,23 +67,19 @@ class _Layer(nn.Module):
         self.norm_before = config.norm_before
         self.self_attn = _Attention(config, ranks)
         self.self_attn_layer_norm = _layer_norm(config)
-        inner = cut_of(config.ffn_dim, ranks)
-        self.fc1 = Linear(config.hidden_size, inner, bias=config.bias)
-        self.fc2 = Linear(inner, config.hidden_size, bias=config.bias, ranks=ranks)
+        size, inner = config.hidden_size, cut_of(config.ffn_dim, ranks)
+        self.fc1 = Linear(size, inner, bias=config.bias, activation=config.activation)
+        self.fc2 = Linear(inner, size, bias=config.bias, ranks=ranks)
         self.final_layer_norm = _layer_norm(config)
-        self.activation = activation_named(config.activation)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+        output: torch.Tensor
         if self.norm_before:
-            attended = self.self_attn(self.self_attn_layer_norm(hidden), kv)
-            hidden = select_rows(hidden, kv) + attended
-            return hidden + self._mlp(self.final_layer_norm(hidden))
-        hidden = self.self_attn_layer_norm(select_rows(hidden, kv) + self.self_attn(hidden, kv))
-        output: torch.Tensor = self.final_layer_norm(hidden + self._mlp(hidden))
-        return output
-
-    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.fc2(self.activation(self.fc1(hidden)))
+            hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv, residual=hidden)
+            output = self.fc2(self.fc1(self.final_layer_norm(hidden)), residual=hidden)
+            return output
+        hidden = self.self_attn_layer_norm(self.self_attn(hidden, kv, residual=hidden))
+        output = self.final_layer_norm(self.fc2(self.fc1(hidden), residual=hidden))
         return output
 
 
@@ -96,14 +94,15 @@ class _Attention(nn.Module):
         )
         self.out_proj = Linear(heads_cut, size, bias=config.bias, ranks=ranks)
 
-    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, kv: LayerKv, residual: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         scale = self.head_dim**-0.5
         attended = cached_attention(query, key, value, kv, scale=scale)
-        output: torch.Tensor = self.out_proj(attended)
+        output: torch.Tensor = self.out_proj(attended, select_rows(residual, kv))
         return output
 
 
-def _layer_norm(config: OptConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, elementwise_affine=config.norm_affine)
+def _layer_norm(config: OptConfig) -> LayerNorm:
+    affine = config.norm_affine
+    return LayerNorm(config.hidden_size, _NORM_EPS, has_weight=affine, has_bias=affine)

@@ -10,9 +10,9 @@ from kernels.dispatch import TRITON
 from kernels.layer_kinds import Activation
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import activate, gate_rows
-from kernels.weights import DenseWeight, Weight
+from kernels.weights import DenseWeight, Weight, WeightStack
 
-__all__ = ["linear", "linear_gated"]
+__all__ = ["head_linear", "linear", "linear_gated"]
 
 
 @TRITON.implements(reference.linear)
@@ -52,6 +52,19 @@ def linear_gated(
 ) -> torch.Tensor:
     gate, up = F.linear(hidden, _dense(weight), bias).chunk(2, dim=-1)
     return gate_rows(up, gate, activation)
+
+
+@TRITON.implements(reference.head_linear)
+def head_linear(states: torch.Tensor, weight: WeightStack) -> torch.Tensor:
+    """Multiplies into the memory of the result."""
+    num_tokens, num_heads, width = states.shape
+    num_columns, num_rows = weight.num_columns, weight.rows_per_matrix
+    out = states.new_empty(num_tokens, num_heads, num_rows + width - num_columns)
+    by_head = states[..., :num_columns].transpose(0, 1)
+    torch.bmm(by_head, weight.data.transpose(1, 2), out=out[..., :num_rows].transpose(0, 1))
+    if width > num_columns:
+        out[..., num_rows:] = states[..., num_columns:]
+    return out
 
 
 def _finish(

@@ -2,7 +2,7 @@
 
 Some templates write `message.content` as it is, others loop over its parts. As in vLLM, a template
 that has a loop over the content of a message gets parts, and any other gets text. The results of
-tools are always text.
+tools are always text. GLM-4's template reads them in a role of its own.
 
 Templates agree less on tool calls. Most write `arguments` as JSON, so they get objects, as in
 vLLM; some append them to a text, and some write the calls of a message only if its content is null.
@@ -31,6 +31,9 @@ __all__ = [
 
 _TOOL_ROLES = ("tool", "function")
 _PROBED_VALUE = "value-of-an-argument"
+_PROBED_RESULT = "result-of-a-function"
+_OBSERVATION = "observation"
+"""The role that GLM-4's template has for the results of tools."""
 _PROBE: tuple[Mapping[str, Any], ...] = (
     {"role": "user", "content": "question"},
     {
@@ -43,7 +46,7 @@ _PROBE: tuple[Mapping[str, Any], ...] = (
             }
         ],
     },
-    {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "result"},
+    {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": _PROBED_RESULT},
 )
 _PROBED_TEXTS = {"content": "text", "reasoning_content": "thought", "thinking": "thought"}
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -69,6 +72,7 @@ class MessageForm:
         content_as_reasoning: the text of a message with tool calls is the end of its reasoning,
             since a message with all three, or with a text and calls, cannot be written.
         has_calls: whether the template writes calls; otherwise it leaves them out.
+        has_observations: whether it reads the results of tools in the role "observation" only.
     """
 
     as_parts: bool = False
@@ -77,6 +81,7 @@ class MessageForm:
     null_beside_calls: bool = False
     content_as_reasoning: bool = False
     has_calls: bool = True
+    has_observations: bool = False
 
 
 def find_form(
@@ -91,27 +96,32 @@ def find_form(
             that the template cannot render.
     """
     form = MessageForm(as_parts=_reads_parts(template), has_developer="developer" in text)
+    if _OBSERVATION in text and not _writes(render, form, {}, _PROBED_RESULT):
+        form = replace(form, has_observations=True)
     candidates = [
         replace(form, arguments_as_text=as_text, null_beside_calls=null)
         for null in (False, True)
         for as_text in (False, True)
     ]
     for candidate in candidates:
-        if _writes_calls(render, candidate, {}):
-            has_place = _writes_calls(render, candidate, _PROBED_TEXTS)
+        if _writes(render, candidate, {}, _PROBED_VALUE):
+            has_place = _writes(render, candidate, _PROBED_TEXTS, _PROBED_VALUE)
             return replace(candidate, content_as_reasoning=not has_place)
     return replace(form, has_calls=False)
 
 
-def _writes_calls(
+def _writes(
     render: Callable[[Sequence[dict[str, Any]]], str],
     form: MessageForm,
     texts: Mapping[str, str],
+    part: str,
 ) -> bool:
-    """Returns whether a template writes the call of a message that has some texts besides."""
+    """Returns whether a template writes a part of a call, whose message has some texts besides,
+    or of the call's result.
+    """
     question, call, result = _PROBE
     try:
-        return _PROBED_VALUE in render(shape_messages((question, {**call, **texts}, result), form))
+        return part in render(shape_messages((question, {**call, **texts}, result), form))
     except InvalidArgumentError:
         return False
 
@@ -189,6 +199,8 @@ def _shaped(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
     shaped = dict(message)
     if role == "developer" and not form.has_developer:
         shaped["role"] = "system"
+    if role in _TOOL_ROLES and form.has_observations:
+        shaped["role"] = _OBSERVATION
     as_parts = form.as_parts and role not in _TOOL_ROLES
     content = message.get("content")
     shaped["content"] = _parts_of(content) if as_parts else content_text(content, "\n")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,15 @@ def _end(row: list[int], stops: frozenset[int]) -> int:
 
 @pytest.mark.parametrize(
     ("variant", "length_penalty", "early_stopping"),
-    pairs(
-        ("llama", "gpt2", "qwen3_mostly_sliding"),
-        (-1.0, 0.0, 1.0, 2.0),
-        (False, True, "never"),
-    ),
+    [
+        *pairs(
+            ("llama", "gpt2", "qwen3_mostly_sliding"),
+            (-1.0, 0.0, 1.0, 2.0),
+            (False, True, "never"),
+        ),
+        ("qwen3_5", 1.0, "never"),
+        ("qwen3_next", 2.0, False),
+    ],
 )
 def test_beam_search_equals_transformers(
     variant: str, length_penalty: float, early_stopping: bool | str
@@ -175,12 +180,21 @@ def _reference(variant: str) -> Outputs:
         return {r.spec.request_id: run_all(core, [r])[r.spec.request_id] for r in _all_requests()}
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "lfm2"])
+@pytest.mark.parametrize(
+    ("variant", "load"),
+    [
+        *product(["llama", "qwen2_alternating", "lfm2"], LOADS),
+        ("qwen3_5", "tight, recompute"),
+        ("qwen3_next", "overlap, tight, swap"),
+        pytest.param("deepseek_v2_lite", "tight, recompute", marks=pytest.mark.slow),
+    ],
+)
 def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     flags = dict(LOADS[load])
     if variant == "qwen2_alternating" and "num_gpu_blocks_override" in flags:
         flags["num_gpu_blocks_override"] = 68 if "async_scheduling" in flags else 56
+    if variant in ("qwen3_5", "qwen3_next"):
+        flags["num_state_slots"] = 24  # so that blocks are what there are too few of
     with _engine(variant, **flags) as core:
         outputs = run_all(core, _all_requests())
         is_tight = core.scheduler.load().num_preemptions > 0
@@ -188,7 +202,7 @@ def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     assert is_tight == ("tight" in load)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "deepseek_v2_lite"])
 def test_two_tiers_return_the_candidates_of_one_engine(variant: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kv"
     requests = _all_requests()

@@ -113,7 +113,7 @@ def test_checkpoints_of_the_bare_model_are_loaded(tmp_path, variant, prefix):
     assert same_weights(before, load(folder))
 
 
-def test_harmless_extra_tensors_are_ignored(tmp_path):
+def test_harmless_extra_tensors_are_ignored(tmp_path, caplog):
     tied, gpt2 = copy_of("llama_tied_biased", tmp_path), copy_of("gpt2", tmp_path)
     embedding = load_file(tied / WEIGHTS)["model.embed_tokens.weight"]
     inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -123,7 +123,26 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
     masks = {"transformer.h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1)}
     change_weights(gpt2, lambda tensors: {**tensors, **masks})
     assert same_weights(load(tied), load(tiny_checkpoint("llama_tied_biased")))
+    assert "has 1 tensors of layers that draft tokens, which are not used" in caplog.text
     assert same_weights(load(gpt2), load(tiny_checkpoint("gpt2")))
+
+
+def test_names_of_gpt_neox_may_be_older_or_newer(tmp_path):
+    folder = copy_of("gpt_neox", tmp_path)
+    before = load(folder)
+    prefix = "gpt_neox.layers.0.attention"
+    constants = {f"{prefix}.bias": torch.ones(1), f"{prefix}.masked_bias": torch.ones(1)}
+    constants[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(4)
+    change_weights(folder, lambda tensors: tensors | constants)
+    assert same_weights(before, load(folder))
+    newer = {"embed_out.weight": "lm_head.weight"}
+    change_weights(folder, lambda tensors: {newer.get(k, k): v for k, v in tensors.items()})
+    assert same_weights(before, load(folder))
+    bare = {"lm_head.weight": "lm_head.weight"}
+    change_weights(
+        folder, lambda tensors: {bare.get(k, k.partition(".")[2]): v for k, v in tensors.items()}
+    )
+    assert same_weights(before, load(folder))
 
 
 # Fingerprint

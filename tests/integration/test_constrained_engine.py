@@ -75,6 +75,16 @@ def check_outputs(
             check_text(constraint, text_of(tokens))
 
 
+@pytest.mark.parametrize("variant", ["qwen3_5", "qwen3_next"])
+def test_hybrids(variant: str) -> None:
+    """Tokens that a grammar forces, several in a step, change states as drawn ones do."""
+    with engine(variant, max_num_batched_tokens=13, async_scheduling=True) as core:
+        for _ in range(2):
+            outputs = run_all(core, mixed_requests())
+            for request in mixed_requests():
+                check_outputs(request, outputs[request.spec.request_id], variant=variant)
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_change_no_token(feature: str) -> None:

@@ -80,7 +80,7 @@ def test_features_change_no_token(kind, feature, monkeypatch):
 
 
 @pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("variant", ["gpt2", "mistral_sliding", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["gpt2", "mistral_sliding", "qwen2_alternating", "deepseek_v2"])
 def test_model_families_on_graphs_equal_transformers(variant, monkeypatch):
     use_kind("device, graphs", monkeypatch)
     core = _build(variant, max_num_batched_tokens=24)

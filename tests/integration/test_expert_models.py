@@ -19,6 +19,7 @@ from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
 from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.expert_variants import LATENT_VARIANTS
 from tests.support.kernel_checks import normal
 from tests.support.paged_session import PagedSession, loaded
 from tests.support.rank_engines import check_greedy, check_handed_over, tiers, tokens
@@ -39,6 +40,10 @@ DIVIDED = [
     ("gpt_oss", {"pipeline_parallel_size": 2, "speculative_config": DRAFTING}),
     ("mixtral", {"pipeline_parallel_size": 3}),
     ("glm4_moe", {"tensor_parallel_size": 2, "speculative_config": DRAFTING}),
+    ("deepseek_v2", {"tensor_parallel_size": 4}),
+    ("deepseek_v2_lite", {"tensor_parallel_size": 2, "async_scheduling": True}),
+    ("deepseek_v3", {"pipeline_parallel_size": 3, "speculative_config": DRAFTING}),
+    ("glm4_moe_lite", {"tensor_parallel_size": 2, "max_num_batched_tokens": 16}),
     ("qwen3_moe_mixed", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ("qwen2_moe", {"speculative_config": DRAFTING, "max_num_batched_tokens": 48}),
 ]
@@ -59,13 +64,21 @@ def test_tokens_do_not_depend_on_ranks_stages_and_drafts(
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("variant", "num_ranks", "decode_ranks"),
-    [("qwen3_moe", 1, 2), ("mixtral", 2, 1), ("gpt_oss", 2, 1)],
+    [
+        ("qwen3_moe", 1, 2),
+        ("mixtral", 2, 1),
+        ("gpt_oss", 2, 1),
+        ("deepseek_v2", 1, 4),
+        ("deepseek_v3", 2, 1),
+    ],
 )
 def test_tiers_of_other_numbers_of_ranks(
     variant: str, num_ranks: int, decode_ranks: int, tmp_path: Path
 ) -> None:
     path, url = tiny_checkpoint(variant), f"file://{tmp_path}/kv"
-    common = {"kv_connector": url, "block_size": 8, "kv_transfer_head_slices": 2}
+    common: dict[str, object] = {"kv_connector": url, "block_size": 8}
+    if variant not in LATENT_VARIANTS:  # whose ranks have the same vectors
+        common["kv_transfer_head_slices"] = 2
     prefill, decode = ({"tensor_parallel_size": size} for size in (num_ranks, decode_ranks))
     with tiers(path, prefill, decode, **common) as split:
         check_handed_over(path, split)

@@ -80,11 +80,13 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
         "llama",
         "qwen2_alternating",
         "lfm2",
+        "deepseek_v2",
         *(
             pytest.param(variant, marks=pytest.mark.slow)
             for variant in (
                 *("lfm2_conv_last", "qwen3_5", "qwen3_next"),
                 *("gpt2", "mistral_sliding", "qwen3_mostly_sliding"),
+                *("deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "glm4_moe"),
             )
         ),
     ],

@@ -36,6 +36,7 @@ SERVED = (
     "cohere2",
     "qwen2_moe",
     "mixtral",
+    "glm4_moe",
     "gpt_oss",
     "qwen3_next",
     "qwen3_5",
@@ -153,6 +154,8 @@ def test_older_files_have_the_joined_projections_in_one_tensor(tmp_path):
         ("qwen3_5", "qwen35.ssm.group_count", 4, "qwen35.ssm.group_count 4 is not supported"),
         ("qwen3_5", "qwen35.nextn_predict_layers", 4, "nextn_predict_layers 4 is not supported"),
         ("qwen3_next", "qwen3next.nextn_predict_layers", 1, "nextn_predict_layers 1 is not"),
+        ("glm4_moe", "glm4moe.expert_gating_func", 1, "glm4moe.expert_gating_func 1 is not"),
+        ("gpt_oss", "gpt-oss.rope.freq_base_swa", 5000.0, "rope.freq_base_swa 5000.0 is not"),
         ("cohere", "command-r.logit_scale", None, "it has no command-r.logit_scale"),
     ],
 )

@@ -114,7 +114,7 @@ def check_outputs(
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating", "deepseek_v3"])
 def test_features_change_no_logprob(variant: str, feature: str) -> None:
     flags = FEATURES[feature]
     if "num_gpu_blocks_override" in flags:
@@ -130,7 +130,8 @@ def test_features_change_no_logprob(variant: str, feature: str) -> None:
             assert core.scheduler.load().num_preemptions > 0
 
 
-TELLING = ("gemma3", "granite", "olmo3")  # with all of what decoders differ in
+# With all of what decoders differ in.
+TELLING = ("gemma3", "granite", "olmo3", "lfm2", "qwen3_5_moe", "qwen3_next")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support.runner_kinds import use_kind
 
 VARIANTS = (
     *("llama", "gpt2", "opt", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding"),
-    *("olmo3", "lfm2"),
+    *("olmo3", "lfm2", "deepseek_v2", "glm4_moe_lite"),
 )
 DRAFTING = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},

@@ -12,11 +12,13 @@ from engine.loop.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
+from tests.support.expert_variants import LATENT_VARIANTS
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
+_OTHER_VARIANTS = {*VARIANTS, "gemma3", "olmo3", *LATENT_VARIANTS} - {*FAMILIES}
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
 # How the KV of a step's layers is moved.
 LAYERS = {
@@ -61,7 +63,7 @@ def test_split_equals_transformers(
     ("variant", "connector_url"),
     [
         pytest.param(variant, connector, marks=() if is_sample else pytest.mark.slow)
-        for index, variant in enumerate(sorted({*VARIANTS, "gemma3", "olmo3"} - {*FAMILIES}))
+        for index, variant in enumerate(sorted(_OTHER_VARIANTS))
         for connector, is_sample in (("memory", index % 2 == 0), ("nixl", index % 2 == 1))
     ],
     indirect=["connector_url"],

@@ -1,12 +1,14 @@
-"""States of recurrent layers never change a token: LFM2, greedy, float32, compared with
-`transformers`, with prompts that begin at states which others have left.
+"""States of recurrent layers never change a token: greedy, float32, compared with `transformers`,
+with prompts that begin at states which others have left.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from baton.common.errors import ConfigurationError
+from engine.request import CandidateProgress
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import engine, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -85,6 +87,25 @@ def test_few_slots_only_cost_time(num_slots: int) -> None:
         for _ in range(2):
             _check(core, prompts)
         assert core.scheduler.load().num_preemptions == 0
+
+
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3_5", "qwen3_next"])
+def test_requests_are_resumed_at_every_token(variant: str) -> None:
+    """First on an engine that knows nothing of them, then on one with states of all of them."""
+    prompt, num_tokens = PROMPT[:21], 14
+    expected = reference_greedy(tiny_checkpoint(variant), list(prompt), num_tokens)
+    request = engine_request(request_id="0", prompt_token_ids=prompt, max_tokens=num_tokens)
+    begun = [request]
+    for count in range(1, num_tokens):
+        progress = (CandidateProgress(0, tuple(expected[:count])),)
+        spec = replace(request.spec, request_id=str(count))
+        begun.append(replace(request, spec=spec, progress=progress))
+    with engine(variant, block_size=BLOCK, state_interval=BLOCK) as core:
+        for _ in range(2):
+            outputs = run_all(core, begun)
+            for count in range(num_tokens):
+                assert tokens_of(outputs[str(count)]) == expected[count:]
+        assert core.scheduler.kv.num_hits > 0
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ CASES = [
     ("olmo3", 4),  # norms of whole projections; of two KV heads
     ("phi3_partial", 2),  # joined tensors
     ("glm4", 2),  # rows in another order
+    ("falcon_new", 2),  # Q, K and V joined by KV head
+    ("gpt_neox", 4),
     ("gemma3", 2),
     ("granite", 4),  # factors, and biases
 ]
@@ -234,6 +236,11 @@ def test_a_failed_step_of_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch)
     [
         ("llama", {"tensor_parallel_size": 3}, "--tensor-parallel-size is 3; it must divide"),
         ("llama", {"tensor_parallel_size": 65}, "is 65; at most 64"),
+        (
+            "falcon_new",
+            {"tensor_parallel_size": 4},
+            "--tensor-parallel-size is 4; it must divide the model's 2 KV heads",
+        ),
         (
             "llama",
             {"tensor_parallel_size": 2, "kv_connector": "memory://"},

@@ -63,6 +63,8 @@ def _reference(variant):
         ("qwen2_alternating", "triton, graphs"),
         ("gpt2", "triton, eager"),
         ("opt", "triton, eager"),
+        ("deepseek_v2", "triton, eager"),
+        ("deepseek_v3", "triton, graphs"),
     ],
 )
 def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):

@@ -7,9 +7,6 @@ from tests.support.checkpoints import HYBRIDS, VARIANTS, prompt_of
 from tests.support.kernel_checks import native_only
 from tests.support.paged_session import PagedSession, loaded
 
-# The last bit of torch's results for OPT and GPT-2 may depend on other rows of the batch.
-NATIVE_VARIANTS = [name for name in VARIANTS if not name.startswith(("opt", "gpt2"))]
-NATIVE_VARIANTS += [*HYBRIDS]
 LENGTHS = (150, 40, 9, 70)
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
 # Each step: (sequence, number of tokens) in order, and the indices whose logits are wanted.
@@ -41,7 +38,7 @@ def run(variant, dtype, selects_rows):
 
 @native_only("torch's sums depend on the size of a batch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
 def test_logits_of_some_tokens_equal_those_of_all_bit_for_bit(variant, dtype):
     some, pool = run(variant, dtype, selects_rows=True)
     everything, expected_pool = run(variant, dtype, selects_rows=False)

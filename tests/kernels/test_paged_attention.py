@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import kernels
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import DTYPES, native_only, normal, on_threads
+from tests.support.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -88,11 +89,12 @@ def test_more_heads_per_kv_head_than_rows_in_a_unit_of_work():
     make_case([(70, 3), (5, 1)], num_heads=200, num_kv_heads=1, head_dim=8).check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("soft_cap", [None, 0.5, 30.0])
-@pytest.mark.parametrize(("sliding_window", "head_dim"), [(None, 64), (40, 33), (None, 5)])
-@pytest.mark.parametrize("heads", [(6, 2), (7, 1)])
-def test_soft_caps_and_sinks(heads, sliding_window, head_dim, soft_cap, dtype):
+@pytest.mark.parametrize(
+    ("heads", "shape", "soft_cap", "dtype"),
+    pairs([(6, 2), (7, 1)], [(None, 64), (40, 33), (None, 5)], [None, 0.5, 30.0], DTYPES),
+)
+def test_soft_caps_and_sinks(heads, shape, soft_cap, dtype):
+    sliding_window, head_dim = shape
     case = make_case(
         [*MIXES["mixed"], (250, 150)],
         num_heads=heads[0],

@@ -215,6 +215,35 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    # Attention and MLP side by side, each with a norm; a part of each head is rotated.
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4, "hidden_size": 48, "rotary_pct": 0.34}),
+    "gpt_neox_serial": (
+        "gpt_neox",
+        {
+            "num_key_value_heads": 4,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "relu",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon": ("falcon", {"ffn_hidden_size": 80, "tie_word_embeddings": True}),
+    "falcon_new": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon_serial": (
+        "falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon_one_norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 4,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("phi3", {}),
     "phi3_partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
@@ -478,7 +507,7 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
-    if module_kind == "Linear" and name == "weight":
+    if module_kind in ("Linear", "FalconLinear") and name == "weight":
         return noise * 1.5 / noise.shape[1] ** 0.5
     if module_kind == "Conv1d" and name == "weight":
         return noise * 1.0

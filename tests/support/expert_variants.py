@@ -110,6 +110,7 @@ LATENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "n_group": 1,
             "topk_group": 1,
+            "first_k_dense_replace": 2,
             "q_lora_rank": None,
             "kv_lora_rank": 18,
             "qk_rope_head_dim": 6,

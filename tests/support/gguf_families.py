@@ -15,6 +15,7 @@ import transformers
 from tests.support.gguf_files import BYTE_TOKENIZER, in_pairs, stored_array, write_gguf
 
 _F32 = gguf.GGMLQuantizationType.F32
+_SUFFIXES = (".weight", ".bias")
 _SIZES = {
     "vocab_size": 259,
     "hidden_size": 64,
@@ -122,6 +123,23 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -143,6 +161,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_DELTA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {
@@ -158,10 +186,12 @@ _FILE_ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "cohere": "command-r",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 
 
@@ -173,6 +203,9 @@ def family_model(name: str) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape) * 0.3)
         for weight in model.parameters():
             deviation = 0.3 if weight.ndim == 1 else weight.shape[-1] ** -0.5
             weight.add_(torch.randn(weight.shape) * deviation)
@@ -227,7 +260,7 @@ def _keys(config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -305,12 +338,29 @@ def _expert_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _glm4_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": config.head_dim // 2,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+    }
+
+
 def _gpt_oss_keys(config: Any) -> dict[str, Any]:
     return {
         "expert_count": config.num_local_experts,
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.intermediate_size,
         "attention.sliding_window": config.sliding_window,
+        "rope.freq_base_swa": float(config.rope_parameters["rope_theta"]),
     }
 
 
@@ -347,6 +397,7 @@ def _lfm2_keys(config: Any) -> dict[str, Any]:
     }
 
 
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "gemma2": _gemma2_keys,
     "gemma3_text": lambda config: {"attention.sliding_window": config.sliding_window},
@@ -359,13 +410,13 @@ _KEYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_moe": _expert_keys,
     "mixtral": _expert_keys,
     "olmoe": _expert_keys,
+    "glm4_moe": _glm4_moe_keys,
     "gpt_oss": _gpt_oss_keys,
     "cohere": _cohere_keys,
     "cohere2": _cohere_keys,
     "qwen3_next": lambda config: _delta_keys(config) | _expert_keys(config),
-    "qwen3_5_text": lambda config: (
-        _delta_keys(config) | {"rope.dimension_sections": [11, 11, 10, 0]}
-    ),
+    "qwen3_5_text": lambda config: _delta_keys(config) | _SECTIONS,
+    "qwen3_5_moe_text": lambda config: _delta_keys(config) | _SECTIONS | _expert_keys(config),
     "lfm2": _lfm2_keys,
 }
 
@@ -378,7 +429,7 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in _delta_tensors(_apart(model), config):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = names.get_name(name, (".weight", ".bias"))
+        stored = names.get_name(name.replace("_correction_bias", "_correction.bias"), _SUFFIXES)
         assert stored is not None, name
         is_rotated = ".q_proj." in name or ".k_proj." in name
         if has_offset(config, name):

@@ -32,10 +32,17 @@ class WorkerHere:
         kv_connector: the URL of its connector.
         role: "prefill" or "decode".
         tracing: where it sends spans.
+        variant: its checkpoint.
     """
 
-    def __init__(self, kv_connector: str, role: str, tracing: TracingConfig | None = None) -> None:
-        self.kv_connector, self.role = kv_connector, role
+    def __init__(
+        self,
+        kv_connector: str,
+        role: str,
+        tracing: TracingConfig | None = None,
+        variant: str = "llama",
+    ) -> None:
+        self.kv_connector, self.role, self._variant = kv_connector, role, variant
         self._tracing = tracing or TracingConfig()
         self._server: RpcServer
         self._tier: Service
@@ -47,7 +54,7 @@ class WorkerHere:
 
     async def start(self) -> None:
         config = EngineConfig(
-            model=str(tiny_checkpoint("llama")),
+            model=str(tiny_checkpoint(self._variant)),
             served_model_name="tiny",
             dtype="float32",
             max_model_len=256,
@@ -76,17 +83,18 @@ async def running_tiers(
     *roles: str,
     tracing: TracingConfig | None = None,
     kv_connector: str | Mapping[str, str] = "",
+    variant: str = "llama",
     **router_options: Any,
 ) -> AsyncIterator[RunningRouter]:
-    """Runs one worker per role, with its KV in the folder unless a connector is given, for all or
-    by role, and a router that calls them, with these fields of its config.
+    """Runs one worker of a checkpoint per role, with its KV in the folder unless a connector is
+    given, for all or by role, and a router that calls them, with these fields of its config.
     """
     async with AsyncExitStack() as stack:
         targets: dict[str, tuple[str, ...]] = {"prefill": (), "decode": ()}
         workers = []
         for role in roles:
             url = kv_connector if isinstance(kv_connector, str) else kv_connector[role]
-            workers.append(WorkerHere(url or f"file://{folder}/kv", role, tracing))
+            workers.append(WorkerHere(url or f"file://{folder}/kv", role, tracing, variant))
             await workers[-1].start()
             stack.push_async_callback(workers[-1].stop)
             targets[role] += (workers[-1].address,)

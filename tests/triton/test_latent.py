@@ -1,12 +1,13 @@
 """Triton's latent attention, and what it writes to the cache, against float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import latent
+from kernels.triton import latent, linear
 from tests.support import latent_cases
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.pairs import pairs
@@ -70,6 +71,18 @@ def test_bits_do_not_depend_on_the_other_sequences():
     assert torch.equal(attend(alone), attend(case)[3:])
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "shape", "num_copied", "dtype"),
+    pairs([1, 3], [(24, 6), (33, 7), (64, 128)], [0, 64], DTYPES),
+)
+def test_heads_have_matrices_of_their_own(num_tokens, shape, num_copied, dtype):
+    ops = SimpleNamespace(
+        make_weight_stack=reference.make_weight_stack, head_linear=linear.head_linear
+    )
+    options = {"num_copied": num_copied, "dtype": dtype, "device": DEVICE}
+    latent_cases.check_head_linear(ops, num_tokens, 5, shape, **options)
+
+
 def write_case(dtype=torch.float32, module=latent, **options):
     return latent_cases.make_case(
         spans=[(30, 1), (0, 2), (13, 2)],
@@ -91,13 +104,13 @@ def test_latent_vectors_are_normed_rotated_and_written(dims, num_heads, dtype):
     ).check()
 
 
-@pytest.mark.parametrize("latent_dim", [24, 4])
-def test_latent_vectors_in_a_quantized_cache(latent_dim):
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_latent_vectors_in_a_quantized_cache(factor):
     """The largest number is in the normed part or in the rotated one."""
-    case = latent_cases.quantized(write_case(latent_dim=latent_dim))
-    case.latent[:, -3] *= 5 if latent_dim == 4 else 1
-    expected = latent_cases.quantized(write_case(latent_dim=latent_dim, module=reference))
-    expected.latent.copy_(case.latent)
+    case = latent_cases.quantized(write_case())
+    expected = latent_cases.quantized(write_case(module=reference))
+    for each in (case, expected):
+        each.latent[:, -8:] *= factor
     torch.testing.assert_close(case.run(), expected.run())
     slots = case.meta.slot_mapping
     place = slots // 4, 1, 0, 0, slots % 4

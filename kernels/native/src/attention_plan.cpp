@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
 constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
-constexpr int64_t kFewestHeads = 8;  // of a unit with a part of a KV head's heads
+constexpr int64_t kFewestHeads = 8;     // of a unit that has only some of a KV head's heads
 
 // Divides a step into units of work.
 class Planner {
@@ -19,10 +19,12 @@ class Planner {
     const int64_t share = batch_.num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
     tokens_per_unit_ =
         std::max<int64_t>(1, std::clamp(share, kFewestUnitRows, kMostUnitRows) / group_heads);
-    // Each part of the heads packs the same K and V again: only for threads without a unit.
-    const int64_t num_units = std::max<int64_t>(1, batch_.num_seqs * job.num_kv_heads);
+    // Each part of a KV head's heads packs its K and V again: only for threads without a unit.
+    const int64_t num_units =
+        std::max(batch_.num_seqs, batch_.num_tokens / tokens_per_unit_) * job.num_kv_heads;
+    const int64_t most_parts = std::max<int64_t>(1, group_heads / kFewestHeads);
     const int64_t num_parts =
-        std::clamp<int64_t>(num_threads / num_units, 1, std::max<int64_t>(1, group_heads / kFewestHeads));
+        std::clamp<int64_t>(num_threads / std::max<int64_t>(1, num_units), 1, most_parts);
     heads_per_unit_ = (group_heads + num_parts - 1) / num_parts;
   }
 

@@ -10,7 +10,7 @@ from baton.common.flags.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
 from router.chat.tool_parsers.deepseek import DeepSeekV3ToolParser, DeepSeekV31ToolParser
 from router.chat.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
-from router.chat.tool_parsers.glm import GlmToolParser
+from router.chat.tool_parsers.glm import Glm4ToolParser, GlmToolParser
 from router.chat.tool_parsers.harmony import HarmonyToolParser
 from router.chat.tool_parsers.hermes import (
     GraniteToolParser,
@@ -36,6 +36,7 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "deepseek_v32": DeepSeekV32ToolParser,
     "functiongemma": FunctionGemmaToolParser,
     "gemma4": Gemma4ToolParser,
+    "glm4_0414": Glm4ToolParser,
     "glm45": GlmToolParser,
     "glm47": GlmToolParser,
     "granite": GraniteToolParser,

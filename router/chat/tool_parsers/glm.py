@@ -1,22 +1,33 @@
-"""`GlmToolParser`: a name and tags for each argument.
+"""Tool parsers of GLM.
 
-The format of GLM-4.5, 4.6 and 4.7; GLM-4.7 writes no line breaks:
+GLM-4.5, 4.6 and 4.7 write a name and tags for each argument; GLM-4.7 writes no line breaks:
 
     <tool_call>f
     <arg_key>a</arg_key>
     <arg_value>1</arg_value>
     </tool_call>
+
+GLM-4-0414 writes a name and JSON in the next line. Between two calls stands the token before
+messages of the assistant:
+
+    f
+    {"a": 1}<|assistant|>
+    g
+    {}
 """
 
+import json
 import re
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from router.chat.text_input import Steps
 from router.chat.tool_parsers.base import MAX_NAME_LENGTH, CallSyntax, GeneratorToolParser
+from router.chat.tool_parsers.json_values import copy_value
 from router.chat.tool_parsers.parameter_schemas import FunctionSchema
 from router.chat.tool_parsers.parameter_types import ParameterWriter
 
-__all__ = ["GlmToolParser"]
+__all__ = ["Glm4ToolParser", "GlmToolParser"]
 
 _START = "<tool_call>"
 _END = "</tool_call>"
@@ -24,6 +35,9 @@ _KEY = "<arg_key>"
 _KEY_END = "</arg_key>"
 _VALUE = "<arg_value>"
 _VALUE_END = "</arg_value>"
+_ASSISTANT = "<|assistant|>"
+_RESULT = "<|observation|>"
+"""The token behind the last call of GLM-4-0414."""
 _NAME = re.compile(r"[\w.:/\-]+")
 _KEY_NAME = re.compile(r"[^<]+")
 
@@ -96,3 +110,48 @@ class GlmToolParser(GeneratorToolParser):
             return True
         yield from self.text.skip(tag, or_beginning=True)
         return False
+
+
+class Glm4ToolParser(GeneratorToolParser):
+    """Reads a name and JSON at the beginning of each message. There is a call only of a function
+    that the request offers.
+    """
+
+    needs_special_tokens: ClassVar[bool] = True
+
+    @classmethod
+    def write_calls(cls, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Returns the text of calls, each of which is a message."""
+        texts = [
+            f"{name}\n{json.dumps(arguments, ensure_ascii=False)}" for name, arguments in calls
+        ]
+        return f"{_ASSISTANT}\n".join(texts)
+
+    def read(self) -> Steps[None]:
+        """Reads the text."""
+        text, has_message = self.text, True
+        while has_message:
+            text.record()
+            if (yield from self._read_call()):
+                text.record()
+                yield from text.skip_whitespace()
+                if (yield from text.skip(_RESULT, or_beginning=True)):
+                    text.record()
+            self.answer.content(text.take_record())
+            has_message = yield from text.copy_until(_ASSISTANT, self.answer.content)
+
+    def _read_call(self) -> Steps[bool]:
+        """Returns whether there was a whole call. The record has the part that is content."""
+        text = self.text
+        yield from text.skip_whitespace()
+        name = yield from text.read_run(_NAME, MAX_NAME_LENGTH)
+        if not name or not self.is_offered(name) or not (yield from text.skip("\n")):
+            return False
+        yield from text.skip_whitespace()
+        if (yield from text.peek()) != "{":
+            return False
+        text.take_record()
+        self.answer.start_call(name)
+        is_whole = yield from copy_value(text, self.answer.arguments)
+        text.record()
+        return is_whole

@@ -14,7 +14,6 @@ __all__ = ["config_json", "generation_config_json"]
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
 _READ_KEYS = frozenset(
@@ -25,6 +24,7 @@ _READ_KEYS = frozenset(
         "attention.head_count_kv",
         "attention.key_length",
         "attention.value_length",
+        "feed_forward_length",
         "rope.dimension_count",
         "rope.freq_base",
         "vocab_size",
@@ -46,6 +46,7 @@ _END_OF_TURN = (
     "<turn|>",
     "<|call|>",
     "<|return|>",
+    "<|observation|>",  # GLM-4, behind a call
 )
 # In a vocabulary with the first of these tokens, that of gpt-oss, the second one ends a message,
 # and further messages of the same turn may follow it.
@@ -73,6 +74,7 @@ def config_json(header: GgufHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         "hidden_act": "silu",
         **{name: values.integer(key) for key, name in _SIZES.items()},
+        "intermediate_size": values.mlp_width,
         "num_hidden_layers": values.num_layers,
         "num_key_value_heads": _num_kv_heads(values, architecture),
         "head_dim": head_dim,

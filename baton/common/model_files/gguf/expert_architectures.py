@@ -37,8 +37,7 @@ def qwen_moe_fields(values: HeaderValues, *, normalizes: bool) -> dict[str, Any]
 
 def shared_expert_fields(values: HeaderValues) -> dict[str, Any]:
     """Returns the width of the expert that all tokens have."""
-    whole = values.integer("feed_forward_length")
-    width = values.integer("expert_shared_feed_forward_length", whole)
+    width = values.integer("expert_shared_feed_forward_length", values.mlp_width)
     return {"shared_expert_intermediate_size": width}
 
 
@@ -76,6 +75,27 @@ def _gpt_oss_rope(values: HeaderValues, rotary_dim: int) -> dict[str, Any]:
     return {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope
 
 
+def _glm4_moe(values: HeaderValues) -> Mapping[str, Any]:
+    function = "expert_gating_func"
+    if values.integer(function, _SIGMOID) != _SIGMOID:
+        raise values.unsupported(function)
+    dense = values.header.metadata.get(values.name(_NUM_DENSE), 0)
+    if type(dense) is not int or not 0 <= dense <= values.num_layers:
+        raise values.unsupported(_NUM_DENSE)
+    return {
+        "n_routed_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "n_shared_experts": values.integer("expert_shared_count"),
+        "moe_intermediate_size": values.integer(_WIDTH),
+        "first_k_dense_replace": dense,
+        "n_group": values.integer("expert_group_count", 1),
+        "topk_group": values.integer("expert_group_used_count", 1),
+        "norm_topk_prob": values.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in values.header.tensors,
+    }
+
+
 def _experts(values: HeaderValues) -> dict[str, Any]:
     return {
         "num_experts": values.integer("expert_count"),
@@ -101,6 +121,8 @@ SHARED_EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
 """Names of mixtures with an expert that all tokens have, as `GgufArchitecture.names`."""
 _KEYS = frozenset({"expert_count", "expert_used_count", "expert_weights_norm"})
 _WIDTH = "expert_feed_forward_length"
+_NUM_DENSE = "leading_dense_block_count"
+_SIGMOID = 2  # the format's number of a router's function
 SHARED_EXPERT_KEYS = _KEYS | {_WIDTH, "expert_shared_feed_forward_length"}
 """Keys that `qwen_moe_fields` and `shared_expert_fields` read."""
 
@@ -127,6 +149,31 @@ EXPERT_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=_KEYS,
             fields=_olmoe,
             names=_NAMES,
+        ),
+        "glm4moe": GgufArchitecture(
+            model_class="Glm4MoeForCausalLM",
+            model_type="glm4_moe",
+            keys=_KEYS
+            | {
+                _WIDTH,
+                _NUM_DENSE,
+                "expert_gating_func",
+                "expert_group_count",
+                "expert_group_used_count",
+                "expert_shared_count",
+                "expert_weights_scale",
+                "nextn_predict_layers",
+            },
+            fields=_glm4_moe,
+            names={
+                **_NAMES,
+                "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+                "post_attention_norm": "post_attention_layernorm",
+            },
+            rotates_part=True,
         ),
         "gpt-oss": GgufArchitecture(
             model_class="GptOssForCausalLM",

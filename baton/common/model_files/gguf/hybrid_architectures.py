@@ -65,6 +65,12 @@ def _qwen3_next(values: HeaderValues) -> dict[str, Any]:
     }
 
 
+def _qwen3_5_moe(values: HeaderValues) -> dict[str, Any]:
+    if not values.flag("expert_weights_norm", default=True):
+        raise values.unsupported("expert_weights_norm")
+    return _qwen3_next(values)
+
+
 def _orders_of_qwen3_next(values: HeaderValues) -> Mapping[str, TensorOrder]:
     """Returns the order of the joined projections, which checkpoints have by heads of keys."""
     fields = _qwen3_5(values)
@@ -129,6 +135,15 @@ _DELTA_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_QWEN3_5_NAMES = {
+    **_DELTA_NAMES,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+# The sections are of positions in images; those of a text are equal in all of them.
+_QWEN3_5_KEYS = _DELTA_KEYS | {"nextn_predict_layers", "rope.dimension_sections"}
 _DELTA: Mapping[str, Any] = MappingProxyType(
     {
         "rotates_part": True,
@@ -181,18 +196,21 @@ HYBRID_ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "qwen35": GgufArchitecture(
             model_class="Qwen3_5ForCausalLM",
             model_type="qwen3_5_text",
-            # The sections are of positions in images; those of a text are equal in all of them.
-            keys=_DELTA_KEYS | {"nextn_predict_layers", "rope.dimension_sections"},
+            keys=_QWEN3_5_KEYS,
             fields=_qwen3_5,
-            names={
-                **_DELTA_NAMES,
-                "attn_qkv": "linear_attn.in_proj_qkv",
-                "attn_gate": "linear_attn.in_proj_z",
-                "ssm_alpha": "linear_attn.in_proj_a",
-                "ssm_beta": "linear_attn.in_proj_b",
-            },
+            names=_QWEN3_5_NAMES,
             orders=_orders_of_qwen3_5,
             new_axes={"ssm_conv1d": 1},
+            **_DELTA,
+        ),
+        "qwen35moe": GgufArchitecture(
+            model_class="Qwen3_5MoeForCausalLM",
+            model_type="qwen3_5_moe_text",
+            keys=_QWEN3_5_KEYS | SHARED_EXPERT_KEYS,
+            fields=_qwen3_5_moe,
+            names={**SHARED_EXPERT_NAMES, **_QWEN3_5_NAMES},
+            orders=_orders_of_qwen3_5,
+            new_axes={"ffn_gate_inp_shexp": 0, "ssm_conv1d": 1},
             **_DELTA,
         ),
     }

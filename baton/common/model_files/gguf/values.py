@@ -64,6 +64,16 @@ class HeaderValues:
         return self.num_blocks - num_drafting
 
     @property
+    def mlp_width(self) -> int:
+        """The width of an MLP; in models that state none, that of an expert.
+
+        Raises:
+            ConfigurationError: neither is stated.
+        """
+        width = "expert_feed_forward_length"
+        return self.integer("feed_forward_length", self.integer(width) if self.has(width) else None)
+
+    @property
     def head_dim(self) -> int:
         """The width of a head.
 
@@ -200,4 +210,6 @@ class HeaderValues:
         if key == "attention.sliding_window":  # no query sees fewer tokens than there are
             window = self._scalar(key)
             return type(window) is int and (window == 0 or window >= self.integer("context_length"))
+        if key == "rope.freq_base_swa":  # of layers with a window
+            return bool(value == self._scalar("rope.freq_base"))
         return not value or value in _NEUTRAL.get(key, ())

@@ -130,6 +130,15 @@ def test_a_config_does_not_change(model_type):
         ),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ("qwen3_5_text", {"full_attention_interval": 33}, "layer_types names no layer with"),
+        ("falcon", {"alibi": True}, "alibi True is not supported"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 is not supported"),
+        (
+            "falcon",
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            "parallel_attn False is not supported",
+        ),
+        ("falcon", {"activation": "mish"}, "hidden_act 'mish' is not supported"),
+        ("gpt_neox", {"rotary_pct": 0}, "partial_rotary_factor is 0"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; it must be at least 2"),
         ("lfm2", {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier is None"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is None"),
@@ -307,7 +316,8 @@ def test_defaults_are_those_of_transformers(model_type):
     windows = [source.sliding_window if windowed else None for windowed in is_windowed(source)]
     assert list(config.sliding_windows) == windows
     if getattr(config, "latent", None) is None:
-        assert config.num_kv_heads == source.num_key_value_heads
+        num_kv_heads = 1 if model_type == "falcon" else source.num_attention_heads
+        assert config.num_kv_heads == getattr(source, "num_key_value_heads", num_kv_heads)
         assert config.head_dim == (getattr(source, "head_dim", None) or config.head_dim)
     parameters = source.rope_parameters
     by_type = parameters if "full_attention" in parameters else {"": parameters}

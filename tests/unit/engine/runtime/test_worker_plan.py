@@ -1,10 +1,14 @@
 """What a worker plans to need of a memory limit."""
 
 import re
+import weakref
 from collections import namedtuple
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from baton.common.container_limits import SHARE_VARIABLE, LimitsShare
 from baton.common.errors import ConfigurationError
@@ -13,11 +17,13 @@ from engine.config import EngineConfig
 from engine.runtime.forward import memory_plan
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.launch import worker_plan
-from engine.runtime.launch.worker_plan import plan_memory, step_bytes
+from engine.runtime.launch.worker_plan import layer_bytes, plan_memory, step_bytes
 from engine.runtime.weights.loader import load_model
 from kvstore import url as kvstore_url
 from kvstore.layout import KvLayout
 from kvstore.registry import memory_bytes
+from tests.support.checkpoints import prompt_of
+from tests.support.paged_session import PagedSession, loaded
 
 MIB = 1 << 20
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
@@ -107,6 +113,49 @@ def test_a_larger_step_needs_more(demo):
     least = step_bytes(CONFIG, demo)
     assert step_bytes(replace(CONFIG, max_num_batched_tokens=8192), demo) > least
     assert step_bytes(replace(CONFIG, max_num_seqs=4096), demo) > least
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", "gpt2", "falcon", "gemma2", "deepseek_v2", "lfm2", "qwen3_5_moe", "qwen3_next"],
+)
+def test_layers_need_at_most_what_is_planned(variant):
+    """The memory of tensors that exist at the same time while a prompt is computed."""
+    num_tokens = 96
+    model = loaded(variant)
+    session = PagedSession(model, [num_tokens])
+    inputs = session.inputs([(0, prompt_of(num_tokens))], [0])
+    kv = session.kv(inputs)
+    with torch.inference_mode(), _Allocations() as allocations:
+        model.model(inputs.token_ids, inputs.positions, kv)
+    planned = layer_bytes(model.model.config, num_tokens, itemsize=4)
+    assert planned / 2.5 < allocations.peak <= planned
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made meanwhile, as long as they are alive.
+
+    Attributes:
+        peak: the most bytes that were alive at once.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        known = {id(storage) for storage in storages_of(args)} | self._alive.keys()
+        for storage in storages_of(result):
+            if id(storage) not in known:
+                self._alive[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, id(storage))
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+def storages_of(values):
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if torch.is_tensor(leaf)]
 
 
 def test_a_model_on_a_gpu_needs_none_of_this_memory(limited, demo):

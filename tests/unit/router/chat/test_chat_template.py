@@ -85,6 +85,20 @@ def test_a_template_that_does_not_know_developers_gets_system_messages():
     assert render("{{ messages[0].role }} of a developer", *messages).startswith("developer")
 
 
+@pytest.mark.parametrize(("family", "role"), [("glm4", "observation"), ("glm45", "tool")])
+def test_results_of_tools_have_the_role_that_the_template_reads(family, role):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    template = ChatTemplate(source_of(default=FAMILIES[family]))
+    conversation = conversation_of(messages)
+    assert template.messages_for(conversation)[-1]["role"] == role
+    assert "rain" in template.render(conversation)
+
+
 LOOP_OVER_PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }};{% else %}"
     "{% for p in m.content %}[{{ p.text }}]{% endfor %};{% endif %}{% endfor %}"

@@ -112,6 +112,22 @@ GLM = [
     ),
 ]  # fmt: skip
 
+GLM4 = [
+    ("Hello\nthere", "Hello\nthere", []),
+    ('f\n{"a": 1}', None, [F1]),
+    ('\nf\n{"a": 1}<|assistant|>\ng\n{}<|observation|>', None, [F1, G]),
+    ('Hi <|assistant|>f\n{"a": 1}', "Hi ", [F1]),
+    ("f\n{'a': 1}", None, [F1]),
+    # Cut short.
+    ("f", "f", []),
+    ("f\n", "f\n", []),
+    ('f\n{"a": [1', None, [("f", '{"a": [1')]),
+    ('f\n{"a": 1}<|obs', None, [F1]),
+    # Malformed.
+    ('f {"a": 1}', 'f {"a": 1}', []),
+    ('See\nf\n{"a": 1}', 'See\nf\n{"a": 1}', []),
+    ('f\n{"a": 1} and more', " and more", [F1]),
+]
 CALLS, CALLS_END = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE_F = '<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>'
 TEXT_F = ("f", '{"a": "x"}')
@@ -301,6 +317,7 @@ TABLES = {
     "deepseek_v32": DSML,
     "functiongemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
+    "glm4_0414": GLM4,
     "glm45": GLM,
     "granite": GRANITE,
     "lfm2": LFM2,
