@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["DEFAULTS", "OTHER_NAMES"]
+__all__ = ["DECODER", "DEFAULTS", "OTHER_NAMES"]
 
-_DECODER: dict[str, Any] = {
+DECODER: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -24,7 +24,7 @@ _DECODER: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _BIASES = {"attention_bias": False, "mlp_bias": False}
-_QWEN = _DECODER | {
+_QWEN = DECODER | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -33,9 +33,9 @@ _QWEN = _DECODER | {
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
-_OLMO = _DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
+_OLMO = DECODER | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 
-_COHERE = _DECODER | {
+_COHERE = DECODER | {
     "vocab_size": 256000,
     "hidden_size": 8192,
     "intermediate_size": 22528,
@@ -47,7 +47,7 @@ _COHERE = _DECODER | {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
-_GEMMA = _DECODER | {
+_GEMMA = DECODER | {
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -73,7 +73,7 @@ _LAYER_NORMED = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-_QWEN_DELTA = _DECODER | {
+_QWEN_DELTA = DECODER | {
     "num_attention_heads": 16,
     "head_dim": 256,
     "max_position_embeddings": 32768,
@@ -86,12 +86,10 @@ _QWEN_DELTA = _DECODER | {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
-# The layers that have experts, and the weights of these.
-_SPARSE_LAYERS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "llama": _DECODER | _BIASES,
-        "mistral": _DECODER
+        "llama": DECODER | _BIASES,
+        "mistral": DECODER
         | {
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -100,7 +98,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "qwen2": _QWEN,
         "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-        "smollm3": _DECODER
+        "smollm3": DECODER
         | _BIASES
         | {
             "vocab_size": 128256,
@@ -115,7 +113,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "use_sliding_window": False,
             "no_rope_layer_interval": 4,
         },
-        "phi3": _DECODER
+        "phi3": DECODER
         | {
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -163,7 +161,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
         },
-        "granite": _DECODER
+        "granite": DECODER
         | _BIASES
         | {
             "embedding_multiplier": 1.0,
@@ -171,7 +169,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
-        "glm4": _DECODER
+        "glm4": DECODER
         | {
             "vocab_size": 151552,
             "intermediate_size": 13696,
@@ -183,7 +181,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "partial_rotary_factor": 0.5,
             "attention_bias": True,
         },
-        "ernie4_5": _DECODER
+        "ernie4_5": DECODER
         | {
             "vocab_size": 103424,
             "hidden_size": 1024,
@@ -198,7 +196,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "tie_word_embeddings": True,
             "use_bias": False,
         },
-        "seed_oss": _DECODER
+        "seed_oss": DECODER
         | {
             "vocab_size": 155136,
             "intermediate_size": 27648,
@@ -239,84 +237,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "olmo2": _OLMO,
         "olmo3": _OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
-        "qwen2_moe": _QWEN
-        | _SPARSE_LAYERS
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "qkv_bias": True,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "num_experts_per_tok": 4,
-            "num_experts": 60,
-        },
-        "qwen3_moe": _DECODER
-        | _SPARSE_LAYERS
-        | {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "attention_bias": False,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-            "moe_intermediate_size": 768,
-            "num_experts_per_tok": 8,
-            "num_experts": 128,
-        },
-        "olmoe": _OLMO
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 4096,
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 8,
-            "num_experts": 64,
-        },
-        "mixtral": _DECODER
-        | {
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 4096 * 32,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-        },
-        "gpt_oss": _DECODER
-        | {
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "attention_bias": True,
-            "sliding_window": 128,
-            "num_experts_per_tok": 4,
-            "num_local_experts": 128,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "quantization_config": None,
-        },
         "qwen3_5_text": _QWEN_DELTA
         | {
             "vocab_size": 248320,
@@ -348,7 +268,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 8,
             "num_experts": 256,
         },
-        "lfm2": _DECODER
+        "lfm2": DECODER
         | {
             "vocab_size": 65536,
             "hidden_size": 2560,

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 from engine.models.config_defaults import DEFAULTS, OTHER_NAMES
-from engine.models.deepseek_defaults import DEEPSEEK_DEFAULTS
+from engine.models.expert_defaults import EXPERT_DEFAULTS
 from kernels.layer_kinds import Activation
 
 __all__ = ["MAX_TOKENS", "ConfigFieldError", "ConfigFields", "positive", "unsupported", "wrong"]
@@ -33,7 +33,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 )
 _DTYPE_NAMES = {"float": "float32", "half": "float16"}  # torch's other names
 _MAX_SHOWN = 200
-FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {**DEFAULTS, **DEEPSEEK_DEFAULTS}
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {**DEFAULTS, **EXPERT_DEFAULTS}
 """The defaults of config.json by `model_type`."""
 MAX_TOKENS = 2**31 - 1
 """The largest context length; messages between tiers have it in 32 bits."""
