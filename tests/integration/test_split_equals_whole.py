@@ -11,16 +11,22 @@ import pytest
 from engine.loop.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kvstore.jobs import ConnectorWork
-from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
-from tests.support.expert_variants import LATENT_VARIANTS
+from tests.support.checkpoints import (
+    DECODER_VARIANTS,
+    FAMILIES,
+    VARIANTS,
+    reference_greedy,
+    tiny_checkpoint,
+)
+from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
-# Layers of some differ in window, or in the shape of K and V.
-_GROUPED = ("gemma3", "gemma4", "gemma4_own_kv", "olmo3")
-_OTHER_VARIANTS = {*VARIANTS, *_GROUPED, *LATENT_VARIANTS} - {*FAMILIES}
+_OTHER_VARIANTS = sorted(
+    {*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS} - {*FAMILIES}
+)
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
 # How the KV of a step's layers is moved.
 LAYERS = {
@@ -60,13 +66,12 @@ def test_split_equals_transformers(
         assert any(steps_saved) == (is_store and layers == "in slices")
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     ("variant", "connector_url"),
     [
-        pytest.param(variant, connector, marks=() if is_sample else pytest.mark.slow)
-        for index, variant in enumerate(sorted(_OTHER_VARIANTS))
-        for connector, is_sample in (("memory", index % 2 == 0), ("nixl", index % 2 == 1))
+        (variant, CONNECTORS[index % len(CONNECTORS)])
+        for index, variant in enumerate(_OTHER_VARIANTS)
     ],
     indirect=["connector_url"],
 )
