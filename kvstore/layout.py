@@ -86,6 +86,23 @@ class KvLayout:
     num_parts: int = 2
     group_shapes: tuple[KvShape, ...] = ()
 
+    def part_of(self, num_head_parts: int, num_layer_parts: int) -> "KvLayout":
+        """Returns the layout of one of equal parts of the heads and layers of a block."""
+        shapes = [
+            replace(
+                shape,
+                num_kv_heads=shape.num_kv_heads // num_head_parts,
+                num_layers=shape.num_layers // num_layer_parts,
+            )
+            for shape in self.group_shapes
+        ]
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads // num_head_parts,
+            num_layers=self.num_layers // num_layer_parts,
+            group_shapes=tuple(shapes),
+        )
+
     def of_group(self, layer_group: int) -> "KvLayout":
         """Returns the layout of the blocks of a layer group."""
         if not self.group_shapes:

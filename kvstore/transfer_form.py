@@ -29,7 +29,7 @@ from functools import cached_property, lru_cache
 
 from baton.common.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
-from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout, KvShape, StateLayout
+from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout, StateLayout
 
 __all__ = ["WHOLE", "BlockSlicing", "PoolShare", "RangeError", "TransferForm", "object_runs"]
 
@@ -125,19 +125,7 @@ class PoolShare:
 
     def layout_of(self, layout: KvLayout) -> KvLayout:
         """Returns the layout of the part of a block that has these heads and layers."""
-        return replace(
-            layout,
-            num_kv_heads=layout.num_kv_heads // self.degree,
-            num_layers=layout.num_layers // self.num_stages,
-            group_shapes=tuple(self._shape_of(shape) for shape in layout.group_shapes),
-        )
-
-    def _shape_of(self, shape: KvShape) -> KvShape:
-        return replace(
-            shape,
-            num_kv_heads=shape.num_kv_heads // self.degree,
-            num_layers=shape.num_layers // self.num_stages,
-        )
+        return layout.part_of(self.degree, self.num_stages)
 
     def states_of(self, states: StateLayout) -> StateLayout:
         """Returns the layout of the part of a slot that has these heads and layers; that of a slot
@@ -269,17 +257,8 @@ class BlockSlicing:
     @cached_property
     def object_layout(self) -> KvLayout:
         """Layout of one object."""
-        return replace(
-            self.layout,
-            num_layers=self.layout.num_layers // len(self.layer_slices),
-            num_kv_heads=self.layout.num_kv_heads // len(self.head_slices),
-            group_shapes=tuple(
-                replace(shape, num_layers=shape.num_layers // len(self.layer_slices))
-                for shape in self.layout.group_shapes
-            ),
-            block_size=self.form.block_size,
-            dtype=self.form.dtype,
-        )
+        part = self.layout.part_of(len(self.head_slices), len(self.layer_slices))
+        return replace(part, block_size=self.form.block_size, dtype=self.form.dtype)
 
     @property
     def is_native(self) -> bool:

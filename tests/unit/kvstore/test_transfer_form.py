@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton.common.errors import ConfigurationError
 from kvstore.block_key import BlockKeyChain, derive_namespace
-from kvstore.layout import KvLayout, StateLayout, StatePart
+from kvstore.layout import KvLayout, KvShape, StateLayout, StatePart
+from kvstore.mover.pool_objects import open_pool
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm, object_runs
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=6, dtype="bfloat16")
@@ -238,3 +240,42 @@ def test_keys_and_pool_keys_are_one_list_without_transfer_blocks() -> None:
     other.extend(list(range(20)))
     assert other.pool_keys is other.keys
     assert len(chain.keys) == 2
+
+
+SHAPES = (KvShape(4, 8, num_layers=4), KvShape(2, 32, num_layers=2))
+SHAPED = KvLayout(4, 4, 16, 8, "bfloat16", group_shapes=SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_slices"), [(PoolShare(), (1, 1)), (PoolShare(1, 2), (2, 2))]
+)
+def test_blocks_of_several_shapes_are_moved_as_they_are(
+    share: PoolShare, num_slices: tuple[int, int]
+) -> None:
+    layout = share.layout_of(SHAPED)
+    assert [layout.of_group(group).block_bytes for group in (0, 1)] == [layout.block_bytes] * 2
+    slicing = BlockSlicing(layout, TransferForm(16, "bfloat16", *num_slices), share)
+    assert slicing.is_native
+    part = slicing.object_layout
+    assert [part.of_group(group).block_bytes for group in (0, 1)] == [part.block_bytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "flag"),
+    [
+        (TransferForm(8, "bfloat16"), "--kv-transfer-block-size is 8; it must be 16, as the"),
+        (TransferForm(16, "float16"), "--kv-transfer-dtype is float16; it must be bfloat16, as"),
+        (TransferForm(16, "bfloat16", 1, 4), "-layer-slices is 4; .* of the 2 layers"),
+    ],
+)
+def test_blocks_of_several_shapes_are_not_converted(form: TransferForm, flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=flag):
+        BlockSlicing(SHAPED, form)
+
+
+def test_heads_of_several_shapes_are_not_cut_differently() -> None:
+    slicing = BlockSlicing(SHAPED, TransferForm(16, "bfloat16", 2))
+    with pytest.raises(
+        ConfigurationError, match="--kv-transfer-head-slices is 2; it must be the 1"
+    ):
+        open_pool(torch.zeros(2, *SHAPED.block_shape, dtype=torch.bfloat16), slicing)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore.codec import seal, verify
-from kvstore.layout import KvLayout
+from kvstore.layout import KvLayout, KvShape
 from kvstore.mover.pool_objects import view_blocks
 from kvstore.mover.staging import StagingBuffers, slots_per_segment
 from kvstore.store import KvObject
@@ -57,6 +57,18 @@ def test_memory_behind_a_tail_is_cleared(layout):
     assert segment.slots[1].header == untouched.slots[1].header
     assert segment.slots[0] == untouched.slots[0]
     assert segment.slots[2] == untouched.slots[2]
+
+
+def test_memory_behind_a_tail_is_that_of_its_layer_group():
+    shapes = (KvShape(3, 6, num_layers=2), KvShape(1, 9, num_layers=4))
+    layout = KvLayout(2, 3, 4, 6, "float32", group_shapes=shapes)
+    segment, untouched = _segment(layout), _segment(layout)
+    segment.clear_after(0, 1, layer_group=1)
+    shape = layout.of_group(1).block_shape
+    payloads = (each.slots[0].payload for each in (segment, untouched))
+    kept, before = (torch.frombuffer(payload, dtype=torch.int32) for payload in payloads)
+    assert torch.equal(kept.view(shape)[..., :1, :], before.view(shape)[..., :1, :])
+    assert not kept.view(shape)[..., 1:, :].any()
 
 
 @pytest.mark.parametrize(("ours", "theirs"), list(permutations(_LAYOUTS, 2)))
