@@ -12,7 +12,6 @@ from baton.common.machine_limits import affine_cores
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
-from benchmarks.offline.offline_engine import read_shape
 from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
@@ -88,6 +87,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any]) -> None:
     """Adds the parts that the flags ask for to the report."""
+    from benchmarks.offline.offline_engine import read_shape  # here, as it imports torch
+
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
         engines = list(dict.fromkeys(args.engines.split(",")))

@@ -86,6 +86,11 @@ class KvLayout:
     num_parts: int = 2
     group_shapes: tuple[KvShape, ...] = ()
 
+    @property
+    def max_layers(self) -> int:
+        """The largest number of layers in a block, of all layer groups."""
+        return max([self.num_layers, *(shape.num_layers for shape in self.group_shapes)])
+
     def part_of(self, num_head_parts: int, num_layer_parts: int) -> "KvLayout":
         """Returns the layout of one of equal parts of the heads and layers of a block."""
         shapes = [

@@ -368,12 +368,13 @@ def read_shape(config: EngineConfig) -> tuple[ModelShape, str]:
     dtype = described.resolve_dtype(config.dtype)
     head = model.vocab_size * model.hidden_size
     num_tables = 1 if model.tie_word_embeddings else 2
-    num_attention_layers = model.num_layers - len(model.recurrent_layers)
+    heads = [model.head_dim] * (model.num_layers - len(model.recurrent_layers))
+    heads = [shape.head_dim for shape in model.kv_shapes] or heads
     shape = ModelShape(
         num_body_weights=num_weights - num_tables * head - model.num_unused_weights,
         num_layers=model.num_layers,
         num_head_weights=head,
-        num_attention_features=num_attention_layers * model.num_heads * model.head_dim,
+        num_attention_features=model.num_heads * sum(heads),
         bytes_per_weight=DTYPE_BYTES[dtype],
     )
     return shape, dtype

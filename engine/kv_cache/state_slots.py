@@ -194,25 +194,28 @@ class StateSlots:
         assert is_kept or num_tokens == table.num_applied, "a step may store to it"
         return slot
 
-    def slot_to_save(self, table: BlockTable, index: int, key: bytes) -> int | None:
+    def slot_to_save(
+        self, table: BlockTable, index: int, key: bytes, num_chosen: int
+    ) -> int | None:
         """Returns the slot with the state at the end of a block, if it can be saved: no step stores
         to it as long as others own it.
 
         A slot that has left the table may still be cached. The current slot is saved only if
-        another one is free, in which the sequence goes on meanwhile.
+        another one is free, in which the sequence goes on meanwhile. Slots that running sequences
+        may need stay free.
 
         Args:
             table: a sequence's table.
             index: of a block that steps which are committed have filled.
             key: the block's key.
+            num_chosen: slots that the same job saves, and does not own yet.
         """
         blocks = table.blocks[self._layer_group]
-        is_current = index == len(blocks) - 1
-        if is_current and self._pool.num_free_slots <= self.num_reserved:
-            return None
+        has_spare = self._pool.num_free_slots - num_chosen > self.num_reserved
         if index < len(blocks) and blocks[index] != NO_BLOCK:
-            return blocks[index]
-        return self._pool.lookup(key, self._layer_group)
+            is_current = index == len(blocks) - 1
+            return blocks[index] if has_spare or not is_current else None
+        return self._pool.lookup(key, self._layer_group) if has_spare else None
 
     def rewind(self, table: BlockTable, end: int) -> None:
         """Takes a table back to `end`, so that its tokens from there on are computed again.

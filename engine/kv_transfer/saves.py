@@ -124,8 +124,10 @@ class Saves:
         lead = group.lead
         if len(group.branches) > 1 or lead.num_computed < len(lead.token_ids) - 1:
             return 0
-        if states is None or lead.table is None:
+        if states is None:
             return lead.num_computed
+        if lead.table is None:
+            return 0
         # Steps in flight may have applied further tokens to the current states.
         return states.kept_end(lead.table, lead.num_computed)
 
@@ -320,7 +322,7 @@ class Saves:
         for index in indices:
             is_handed_over = group.hands_over and (index + 1) * self._block_size == group.num_prompt
             if self._cut.spec.caches_state(index, table.num_known) and not is_handed_over:
-                slot = states.slot_to_save(table, index, keys[index])
+                slot = states.slot_to_save(table, index, keys[index], len(slots))
                 if slot is not None:
                     slots[index] = slot
         return slots

@@ -14,7 +14,7 @@ from engine.models.latent_config import LatentConfig
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
 from kernels.layer_kinds import Activation, NormKind
 
-__all__ = ["DecoderConfig", "QkNorm", "decoder_config"]
+__all__ = ["DecoderConfig", "QkNorm", "decoder_config", "read_layer_types"]
 
 _GATE_ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH)
 _MLP_ACTIVATIONS = (*_GATE_ACTIVATIONS, Activation.RELU)
@@ -180,7 +180,7 @@ def decoder_config(
         num_kv_heads or _own_count(fields, "num_key_value_heads"),
         head_dim or _own_count(fields, "head_dim"),
     )
-    types = _layer_types(fields, layer_types, recurrent_type)
+    types = read_layer_types(fields, layer_types, recurrent_type)
     window = _window(fields)
     common["sliding_windows"] = tuple(
         window if layer_type == "sliding_attention" else None for layer_type in types
@@ -224,9 +224,10 @@ def _own_count(fields: ConfigFields, name: str) -> int | None:
     return fields.optional_count(name) if fields.has(name) else None
 
 
-def _layer_types(
-    fields: ConfigFields, default: Sequence[str] | None, recurrent_type: str | None
+def read_layer_types(
+    fields: ConfigFields, default: Sequence[str] | None, recurrent_type: str | None = None
 ) -> Sequence[str]:
+    """Reads the type of each layer; the arguments are those of `decoder_config`."""
     num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
     stated = fields.raw("layer_types")
     if stated is None:

@@ -11,9 +11,15 @@ from typing_extensions import override
 
 import kernels
 from baton.common.errors import ConfigurationError
+from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported, wrong
 from engine.models.decoder import Decoder, DecoderAttention, GatedMlp, new_norm
-from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.decoder_config import (
+    DecoderConfig,
+    QkNorm,
+    decoder_config,
+    read_layer_types,
+)
 from engine.models.layers import select_rows
 from engine.models.linear import Embedding, Linear
 from engine.models.norms import RmsNorm
@@ -49,6 +55,12 @@ class Gemma4Config(DecoderConfig):
 
     @property
     @override
+    def num_unused_weights(self) -> int:
+        num_tables = self.num_layers * self.per_layer_width
+        return num_tables * (self.per_layer_vocab_size - 1)  # a token reads one row
+
+    @property
+    @override
     def mlp_size(self) -> int:
         return self.intermediate_size * (2 if self.has_wide_mlps else 1)
 
@@ -77,11 +89,14 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
     for name in ("use_bidirectional_attention", "enable_moe_block"):
         if fields.value(name) not in (None, False, "vision"):  # this one concerns images alone
             raise unsupported(name, fields.value(name))
-    num_layers = fields.count("num_hidden_layers")
-    types = fields.raw("layer_types") or [
+    num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
+    usual_types = [
         _SLIDING if number % 6 and number < num_layers else _FULL
         for number in range(1, num_layers + 1)
     ]
+    types = read_layer_types(fields, usual_types)
+    if types[-1] != _FULL:
+        raise ConfigFieldError(f"layer_types ends with {types[-1]!r}; it must end with {_FULL!r}")
     shapes = _shapes(fields, types)
     config = decoder_config(
         fields,
@@ -89,8 +104,6 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
         thetas={_FULL: 1e6, _SLIDING: 1e4},
         head_dims={name: shape.head_dim for name, shape in zip(types, shapes, strict=True)},
     )
-    if types[-1] != _FULL:
-        raise ConfigFieldError(f"layer_types ends with {types[-1]!r}; it must end with {_FULL!r}")
     shares_values = fields.flag("attention_k_eq_v")
     width = fields.value("hidden_size_per_layer_input") or 0
     if width and fields.count("vocab_size_per_layer_input") < config.vocab_size:
@@ -108,6 +121,9 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
             "embedding_scale": config.hidden_size**0.5,
             "rounds_embedding_scale": True,
             "logit_cap": fields.optional_number("final_logit_softcapping"),
+            # Those of all layers, if all have the same.
+            "num_kv_heads": shapes[0].num_kv_heads,
+            "head_dim": shapes[0].head_dim,
             "kv_shapes": tuple(shapes),
             "kv_sources": _sources(fields, types),
             "names": {
@@ -148,7 +164,7 @@ def _shapes(fields: ConfigFields, types: Sequence[str]) -> list[KvShape]:
         if not isinstance(own, Mapping) or not set(own) <= set(usual):
             raise unsupported("per_layer_config", own)
         sizes = usual | dict(own)
-        if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+        if not all(type(size) is int and size > 0 for size in sizes.values()):
             raise unsupported("per_layer_config", own)
         shape = KvShape(sizes["num_key_value_heads"], sizes["head_dim"])
         if by_type.setdefault(name, shape) != shape:

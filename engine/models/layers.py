@@ -137,7 +137,7 @@ class CausalModel(nn.Module, ABC):
         return self._stored_name(f"{self.checkpoint_prefix}{self.layers_name}")
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor that checkpoints may have is not used by models with this config."""
+        """Whether checkpoints have a tensor of the model's layers that it does not use."""
         return False
 
     @property

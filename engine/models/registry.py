@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -134,6 +135,7 @@ _TEXT_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _TEXT_CONFIG = "text_config"
+_MIN_SIMILARITY = 0.8
 # Fields beside the text part's config that apply to it, and come first.
 _SHARED_FIELDS = (
     "dtype",
@@ -148,13 +150,16 @@ def family_of(architecture: str | None) -> ModelFamily:
     """Returns the family of an architecture.
 
     Raises:
-        ConfigFieldError: the architecture is unknown; lists the known ones.
+        ConfigFieldError: the architecture is unknown; names similar ones that are known.
     """
     family = FAMILIES.get(architecture or "")
     if family is None:
+        known = [*FAMILIES, *_TEXT_PARTS]
+        similar = get_close_matches(architecture or "", known, cutoff=_MIN_SIMILARITY)
+        hint = f"; similar ones are {', '.join(similar)}" if similar else ""
         raise ConfigFieldError(
-            f"architecture {architecture!r} is unknown; known are "
-            f"{', '.join([*FAMILIES, *_TEXT_PARTS])}"
+            f"architecture {architecture!r} is unknown; docs/models.md lists the {len(known)} that "
+            f"Baton knows{hint}"
         )
     return family
 

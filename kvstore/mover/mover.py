@@ -266,7 +266,7 @@ class BlockMover:
         """Lets a save wait for its step: layer by layer if it moves in place, else as a whole."""
         self._ahead[step].append(job)
         if self._io.moves_in_place(job):
-            num_layers = self._slicing.object_layout.num_layers
+            num_layers = self._slicing.object_layout.max_layers
             num_slices = self._slicing.objects_per_block
             pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
             job.ahead = [((number + 1) * num_layers, piece) for number, piece in pieces]

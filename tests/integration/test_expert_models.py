@@ -193,10 +193,13 @@ def test_the_bias_of_a_ranking_is_not_rounded() -> None:
 
 
 def test_the_memory_of_a_step_has_room_for_the_states_of_experts() -> None:
-    config = EngineConfig(model="", max_num_batched_tokens=4096)
-    bytes_of = {name: step_bytes(config, loaded(name)) for name in ("qwen3_moe", "qwen3_untied")}
+    """Two experts of each of 2,048 tokens at a time, of 40 and 64 elements."""
+    config, model = EngineConfig(model="", max_num_batched_tokens=4096), loaded("qwen3_moe")
     states = 2048 * 2 * (40 + 64) * 4
-    assert bytes_of["qwen3_moe"] - bytes_of["qwen3_untied"] > states
+    workspace = model.model.config.workspace_bytes(4096, 4)
+    assert workspace > states
+    hidden = 4096 * 4 * model.model.config.hidden_size * 4
+    assert step_bytes(config, model) > workspace + hidden
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ steps are the same source in every set.
 SERVER_PROCESSES = "tests/e2e/test_openai_client.py::test_several_prompts_token_ids_and_echo"
 TESTS_WITHOUT_COMPILER = (
     "tests/integration/test_role_change.py::test_streams_go_on_while_workers_change_their_tier[file]",
-    "tests/integration/test_draft_heads.py::test_draft_tokens_are_those_of_plain_torch[medusa-options0-host]",
+    "tests/integration/test_draft_heads.py::test_draft_tokens_are_those_of_plain_torch[medusa-llama-options0-host]",
     "tests/kernels/test_trusted_arguments.py",
 )
 RUNNABLE = [variant.name for variant in variants_for() if variant.cpu_features <= cpu_features()]

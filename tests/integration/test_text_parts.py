@@ -135,6 +135,10 @@ def test_tensors_have_the_names_of_several_releases(
         "text alone": {f"model.{stems[name]}": text[name] for name in text},
     }
     drafts = {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.gate.weight": torch.ones(2, 2)}
+    expert = (
+        "mtp.layers.0.mlp.experts.0.gate_proj.weight"  # in another form than those of the model
+    )
+    drafts |= {expert: torch.ones(2, 2)}
     if variant == "gemma4":  # projections of layers that read the K and V of another one
         drafts |= {f"model.layers.6.self_attn.{name}.weight": torch.ones(2, 2) for name in KV_NAMES}
     for form, renamed in forms.items():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.models.config_fields import ConfigFields
 from engine.models.registry import FAMILIES
+from kernels import Activation
 
 ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 NUM_LAYERS = 4
@@ -161,13 +162,20 @@ def reference_of(source: Any, windowed: bool) -> dict[str, Any]:
     }
 
 
+ACTIVATIONS = {
+    "relu": Activation.RELU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+}
+
+
 def reference_of_family(source: Any, model_type: str) -> dict[str, Any]:
     """The fields of one family, from a config of `transformers`."""
     if model_type == "opt":
         return {
             "ffn_dim": source.ffn_dim,
             "embedding_size": source.word_embed_proj_dim,
-            "activation": source.activation_function,
+            "activation": ACTIVATIONS[source.activation_function],
             "norm_before": source.do_layer_norm_before,
             "final_norm": source.do_layer_norm_before and not source._remove_final_layer_norm,
             "norm_affine": source.layer_norm_elementwise_affine,
@@ -176,7 +184,7 @@ def reference_of_family(source: Any, model_type: str) -> dict[str, Any]:
     if model_type == "gpt2":
         return {
             "inner_size": source.n_inner or 4 * source.hidden_size,
-            "activation": source.activation_function,
+            "activation": ACTIVATIONS[source.activation_function],
             "layer_norm_eps": source.layer_norm_epsilon,
         }
     return {

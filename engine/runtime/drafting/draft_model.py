@@ -306,8 +306,14 @@ def _check_fits(name: str, draft: LoadedModel, served: LoadedModel, max_model_le
     """Checks that a draft model's tokens are those of the served model.
 
     Raises:
-        ConfigurationError: they are not, or its texts are too short.
+        ConfigurationError: they are not, its texts are too short, or its layers do not have K and V
+            of their own and of one shape.
     """
+    if draft.model.config.kv_shapes or draft.model.config.kv_sources:
+        raise ConfigurationError(
+            f"model of --speculative-config is {name!r}, whose layers share K and V or have K and "
+            "V of different shapes; such models cannot draft"
+        )
     digests = draft.tokenizer_digest, served.tokenizer_digest
     is_same = len(set(digests)) == 1 if all(digests) else draft.vocab_size == served.vocab_size
     if not is_same:

@@ -1,6 +1,7 @@
 """`DescribedModel`: the model that a checkpoint's files describe, and its end-of-sequence ids."""
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ __all__ = ["DescribedModel", "read_eos_token_ids"]
 _GENERATION_CONFIG = "generation_config.json"
 _CONFIG = "config.json"
 _FIELD = "eos_token_id"
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
+_DRAFTING_LAYER = re.compile(r"(?:^|\.)mtp\.")
 _logger = logging.getLogger("baton.engine")
 
 
@@ -141,8 +144,17 @@ class DescribedModel:
         return replace(self, config=replace(self.config, tie_word_embeddings=False))
 
     def stored_as(self, names: Collection[str]) -> "DescribedModel":
-        """Returns the same model for a checkpoint that has tensors of these names."""
-        return replace(self, config=self.config.stored_as(names))
+        """Returns the same model for a checkpoint that has tensors of these names.
+
+        Those of layers that are not served count for nothing, as they may have another form.
+        """
+        served = [name for name in sorted(names) if self._is_served(name)]
+        return replace(self, config=self.config.stored_as(served))
+
+    def _is_served(self, name: str) -> bool:
+        layer = _LAYER.search(name)
+        is_beyond = layer is not None and int(layer[1]) >= self.config.num_layers
+        return not is_beyond and not _DRAFTING_LAYER.search(name)
 
     def build(self, part: ModelPart = WHOLE_MODEL) -> CausalModel:
         """Builds a part of the model on torch's device "meta".

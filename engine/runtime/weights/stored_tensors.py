@@ -222,13 +222,15 @@ class _Names:
         for candidate in (name, self._first_part + name):
             if candidate in self._known:
                 return candidate
-        if is_without_effect(name) or self._is_unused(name):
+        if is_without_effect(name):
             return None
         if self._is_beyond(name):
             return _Unused.BEYOND
         for part, pattern in _UNUSED_PARTS.items():
             if pattern.search(name):
                 return part
+        if self._is_unused(name):
+            return None
         raise ConfigurationError(
             f"{entry.file} has tensor {entry.name}, which the model does not have"
         )

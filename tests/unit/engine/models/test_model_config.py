@@ -99,7 +99,7 @@ def test_a_config_does_not_change(model_type):
         ("ernie4_5", {"use_bias": None}, "use_bias is None; it must be true or false"),
         ("ernie4_5", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias is 1"),
-        ("llama", rope_fields("proportional"), "rope_type 'proportional'"),
+        ("llama", rope_fields("axial"), "rope_type 'axial'"),
         ("llama", rope_fields("dynamic"), "rope_type 'dynamic' needs factor"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
         ("llama", rope_fields("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
