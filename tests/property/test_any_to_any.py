@@ -114,10 +114,10 @@ def as_type(tokens: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
     """Returns objects by key, made from the transfer block's index in `block_ids`."""
-    segment = Segment(pool.slicing.object_layout, pinned=False)
-    segment.frames.fill_(0xAA)
-    keys = pool.slicing.object_keys([bytes([index]) for index in range(len(block_ids))])
     ids = pool.slicing.object_ids(block_ids)
+    segment = Segment(pool.slicing.object_layout, pinned=False, num_slots=len(ids))
+    segment.frames.fill_(0xAA)
+    keys = pool.slicing.object_keys([index.to_bytes(2) for index in range(len(block_ids))])
     copy = copier_for(pool.blocks, pool.slicing).gather(ids, segment)
     if copy is not None:
         copy.wait()
@@ -125,8 +125,8 @@ def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
 
 
 def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> None:
-    segment = Segment(pool.slicing.object_layout, pinned=False)
-    keys = pool.slicing.object_keys([bytes([index]) for index in range(len(block_ids))])
+    keys = pool.slicing.object_keys([index.to_bytes(2) for index in range(len(block_ids))])
+    segment = Segment(pool.slicing.object_layout, pinned=False, num_slots=len(keys))
     for index, key in enumerate(keys):
         segment.payload[index] = torch.frombuffer(bytearray(objects[key]), dtype=torch.uint8)
     copy = copier_for(pool.blocks, pool.slicing).scatter(
@@ -175,7 +175,7 @@ def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[Pla
     """A form, the ranks of two tiers that agree on it, and places in each tier's pool."""
     form, sides, places = draw(forms), [], []
     is_latent = draw(st.sampled_from([False, False, True]))
-    if is_latent:  # objects are so small that a slot would be more of them than a segment holds
+    if is_latent:
         form = replace(form, num_head_slices=1, states=None)
     count = draw(st.integers(1, NUM_POOL_BLOCKS))
     for side in range(2):
