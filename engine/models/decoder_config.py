@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 from typing_extensions import override
 
@@ -14,7 +14,14 @@ from engine.models.latent_config import LatentConfig
 from engine.models.rope_config import RopeConfig, read_rope, read_ropes_by_type
 from kernels.layer_kinds import Activation, NormKind
 
-__all__ = ["DecoderConfig", "QkNorm", "decoder_config", "read_layer_types"]
+__all__ = [
+    "DecoderConfig",
+    "QkNorm",
+    "decoder_config",
+    "every_nth_full",
+    "fields_of",
+    "read_layer_types",
+]
 
 _GATE_ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH)
 _MLP_ACTIVATIONS = (*_GATE_ACTIVATIONS, Activation.RELU)
@@ -254,3 +261,16 @@ def _window(fields: ConfigFields) -> int | None:
         not fields.has("use_sliding_window") or fields.flag("use_sliding_window")
     )
     return fields.optional_count("sliding_window") if is_used else None
+
+
+def every_nth_full(
+    fields: ConfigFields, interval: int, other: str = "sliding_attention"
+) -> list[str]:
+    """Returns layer types: every `interval`-th is "full_attention", the others are `other`."""
+    num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
+    return [other if number % interval else "full_attention" for number in range(1, num_layers + 1)]
+
+
+def fields_of(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the fields of a config, of which a family's own config is made."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

@@ -1,10 +1,9 @@
 """Families that differ from Llama in fields of `DecoderConfig`: each reads its config.json."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
-from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config, every_nth_full
 from kernels.layer_kinds import NormKind
 
 __all__ = [
@@ -75,7 +74,7 @@ def cohere_config(fields: ConfigFields) -> DecoderConfig:
 
 def cohere2_config(fields: ConfigFields) -> DecoderConfig:
     """Reads the config of a Cohere 2 model: layers without a window have no rotary embedding."""
-    types = _every_nth_full(fields, fields.count("sliding_window_pattern"))
+    types = every_nth_full(fields, fields.count("sliding_window_pattern"))
     config = _cohere(fields, decoder_config(fields, layer_types=types, is_interleaved=True))
     rope_of = tuple(None if window is None else 0 for window in config.sliding_windows)
     return replace(config, rope_of=rope_of)
@@ -87,7 +86,7 @@ def _cohere(fields: ConfigFields, config: DecoderConfig) -> DecoderConfig:
 
 def gemma2_config(fields: ConfigFields) -> DecoderConfig:
     """Reads the config of a Gemma 2 model: soft caps, and a window in every other layer."""
-    config = decoder_config(fields, layer_types=_every_nth_full(fields, 2))
+    config = decoder_config(fields, layer_types=every_nth_full(fields, 2))
     return replace(
         _gemma(fields, config), score_cap=fields.optional_number("attn_logit_softcapping")
     )
@@ -99,7 +98,7 @@ def gemma3_config(fields: ConfigFields) -> DecoderConfig:
         "full_attention": fields.number("rope_theta"),
         "sliding_attention": fields.number("rope_local_base_freq"),
     }
-    types = _every_nth_full(fields, fields.count("sliding_window_pattern"))
+    types = every_nth_full(fields, fields.count("sliding_window_pattern"))
     config = decoder_config(fields, layer_types=types, thetas=thetas)
     return replace(_gemma(fields, config), qk_norm=QkNorm.HEAD)
 
@@ -240,7 +239,7 @@ def olmo3_config(fields: ConfigFields) -> DecoderConfig:
         # transformers reads config.json's `rope_theta` for the other layers alone.
         "sliding_attention": _OLMO3_SLIDING_THETA,
     }
-    return _olmo(decoder_config(fields, layer_types=_every_nth_full(fields, 4), thetas=thetas))
+    return _olmo(decoder_config(fields, layer_types=every_nth_full(fields, 4), thetas=thetas))
 
 
 def _olmo(config: DecoderConfig) -> DecoderConfig:
@@ -252,12 +251,3 @@ def _olmo(config: DecoderConfig) -> DecoderConfig:
         qk_norm=QkNorm.PROJECTION,
         names=_OUTPUT_NORMS,
     )
-
-
-def _every_nth_full(fields: ConfigFields, interval: int) -> Sequence[str]:
-    """Returns layer types of which every `interval`-th is without a window."""
-    num_layers = fields.count("num_hidden_layers")
-    return [
-        "sliding_attention" if number % interval else "full_attention"
-        for number in range(1, num_layers + 1)
-    ]

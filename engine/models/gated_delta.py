@@ -10,9 +10,15 @@ from typing_extensions import override
 import kernels
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported
-from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.decoder_config import (
+    DecoderConfig,
+    QkNorm,
+    decoder_config,
+    every_nth_full,
+    fields_of,
+)
 from engine.models.expert_config import experts_config, softmax_rule
-from engine.models.hybrid import CausalConv, Hybrid, fields_of, read_conv_width
+from engine.models.hybrid import CausalConv, Hybrid, read_conv_width
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.norms import RmsNorm
@@ -90,10 +96,7 @@ def qwen3_5_config(fields: ConfigFields) -> GatedDeltaConfig:
         ConfigurationError: a field has an unsupported value.
     """
     interval = fields.count("full_attention_interval")
-    types = [
-        "linear_attention" if number % interval else "full_attention"
-        for number in range(1, fields.count("num_hidden_layers") + 1)
-    ]
+    types = every_nth_full(fields, interval, "linear_attention")
     config = decoder_config(fields, layer_types=types, recurrent_type="linear_attention")
     if config.activation is not Activation.SILU:  # of the convolutions too
         raise unsupported("hidden_act", fields.text("hidden_act"))

@@ -11,13 +11,14 @@ from typing_extensions import override
 
 import kernels
 from baton.common.errors import ConfigurationError
-from engine.models.config import MAX_LAYERS
 from engine.models.config_fields import ConfigFieldError, ConfigFields, unsupported, wrong
 from engine.models.decoder import Decoder, DecoderAttention, GatedMlp, new_norm
 from engine.models.decoder_config import (
     DecoderConfig,
     QkNorm,
     decoder_config,
+    every_nth_full,
+    fields_of,
     read_layer_types,
 )
 from engine.models.layers import select_rows
@@ -89,12 +90,7 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
     for name in ("use_bidirectional_attention", "enable_moe_block"):
         if fields.value(name) not in (None, False, "vision"):  # this one concerns images alone
             raise unsupported(name, fields.value(name))
-    num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
-    usual_types = [
-        _SLIDING if number % 6 and number < num_layers else _FULL
-        for number in range(1, num_layers + 1)
-    ]
-    types = read_layer_types(fields, usual_types)
+    types = read_layer_types(fields, [*every_nth_full(fields, 6)[:-1], _FULL])
     if types[-1] != _FULL:
         raise ConfigFieldError(f"layer_types ends with {types[-1]!r}; it must end with {_FULL!r}")
     shapes = _shapes(fields, types)
@@ -110,9 +106,8 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
         limit = f"at least the {config.vocab_size} of vocab_size"
         name = "vocab_size_per_layer_input"
         raise wrong(name, fields.value(name), limit)
-    common = {name: getattr(config, name) for name in DecoderConfig.__dataclass_fields__}
     return Gemma4Config(
-        **common
+        **fields_of(config)
         | {
             "norm": NormKind.WIDE,
             "norms_outputs": True,

@@ -18,7 +18,7 @@ from baton.common.errors import ConfigurationError
 from engine.models.config import StateShape
 from engine.models.config_fields import ConfigFieldError, ConfigFields, positive
 from engine.models.decoder import Decoder, new_mlp, new_norm
-from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config
+from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config, fields_of
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
@@ -31,7 +31,6 @@ __all__ = [
     "Hybrid",
     "Lfm2",
     "Lfm2Config",
-    "fields_of",
     "lfm2_config",
     "read_conv_width",
 ]
@@ -100,11 +99,6 @@ def lfm2_config(fields: ConfigFields) -> Lfm2Config:
     if fields.states("tie_embedding"):
         own["tie_word_embeddings"] = fields.flag("tie_embedding")
     return Lfm2Config(**{**fields_of(config), **own})
-
-
-def fields_of(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the fields of a config, of which a family's own config is made."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 def read_conv_width(fields: ConfigFields, name: str) -> int:
