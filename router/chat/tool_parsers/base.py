@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from baton.common.request.answer import ChatDelta, ToolCallDelta
 from router.chat.text_input import MAX_WHITESPACE, WHITESPACE, Steps, TextInput
 
@@ -18,6 +20,7 @@ __all__ = [
     "AnswerBuilder",
     "CallSyntax",
     "GeneratorToolParser",
+    "TaggedCallsParser",
     "ToolParser",
     "json_heads",
     "skip_closings",
@@ -266,6 +269,50 @@ class GeneratorToolParser(ToolParser):
         yield from self.read()
         self.text.take_record()
         yield from self.text.copy_rest(self.answer.content)
+
+
+class TaggedCallsParser(GeneratorToolParser):
+    """Reads calls between a tag and its end; each call begins with a tag of its own.
+
+    Models forget the tag around calls, so a call's own tag may begin one without it.
+
+    Attributes:
+        start: the tag before calls.
+        end: the tag behind them; the end of the text may stand for it.
+    """
+
+    start: ClassVar[str]
+    end: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def call_start(self) -> str:
+        """How a call's own tag begins."""
+
+    @abstractmethod
+    def read_call(self, *, is_marked: bool) -> Steps[bool]:
+        """Returns whether there was a whole call. The record has the part that is content.
+
+        Args:
+            is_marked: whether the tag around calls was there.
+        """
+
+    @override
+    def read(self) -> Steps[None]:
+        text, starts = self.text, (self.start, self.call_start)
+        while found := (yield from text.copy_to(starts, self.answer.content)):
+            text.record()
+            is_marked = found == self.start
+            if is_marked:
+                text.read(len(found))
+                yield from text.skip_whitespace()
+            while (yield from self.read_call(is_marked=is_marked)):
+                text.record()
+                yield from text.skip_whitespace()
+                if (yield from text.skip(self.end, or_beginning=True)):
+                    text.record()
+                    break
+            self.answer.content(text.take_record())
 
 
 def skip_openings(text: TextInput, tags: Sequence[str] = ()) -> Steps[set[str]]:

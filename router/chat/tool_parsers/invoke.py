@@ -15,8 +15,10 @@ each tag, and behind the name of each parameter whether it is a text: `string="t
 import re
 from typing import ClassVar
 
+from typing_extensions import override
+
 from router.chat.text_input import Steps
-from router.chat.tool_parsers.base import MAX_NAME_LENGTH, CallSyntax, GeneratorToolParser
+from router.chat.tool_parsers.base import MAX_NAME_LENGTH, CallSyntax, TaggedCallsParser
 from router.chat.tool_parsers.parameter_schemas import NO_TEXT, TEXT, Accepted, FunctionSchema
 from router.chat.tool_parsers.parameter_types import ParameterWriter
 
@@ -37,43 +39,26 @@ def _syntax(start: str, end: str, mark: str = "") -> CallSyntax:
     )
 
 
-class InvokeToolParser(GeneratorToolParser):
+class InvokeToolParser(TaggedCallsParser):
     """Reads calls in tags and makes JSON of their parameters.
 
     A parameter is text unless its tag or the schema of the request's tool says otherwise. Without
     the tag before all calls, a function that the request offers is called.
 
     Attributes:
-        start: the tag before all calls.
-        end: the tag behind them; the end of the text may stand for it.
         mark: what stands before the names of the other tags.
     """
 
     needs_special_tokens: ClassVar[bool] = True
-    start: ClassVar[str]
-    end: ClassVar[str]
     mark: ClassVar[str] = ""
 
-    def read(self) -> Steps[None]:
-        """Reads the text."""
-        text = self.text
-        starts = (self.start, f'<{self.mark}invoke name="')
-        while found := (yield from text.copy_to(starts, self.answer.content)):
-            text.record()
-            is_marked = found == self.start
-            if is_marked:
-                text.read(len(found))
-                yield from text.skip_whitespace()
-            while (yield from self._read_call(is_marked=is_marked)):
-                text.record()
-                yield from text.skip_whitespace()
-                if (yield from text.skip(self.end, or_beginning=True)):
-                    text.record()
-                    break
-            self.answer.content(text.take_record())
+    @property
+    @override
+    def call_start(self) -> str:
+        return f'<{self.mark}invoke name="'
 
-    def _read_call(self, *, is_marked: bool) -> Steps[bool]:
-        """Returns whether there was a whole call. The record has the part that is content."""
+    @override
+    def read_call(self, *, is_marked: bool) -> Steps[bool]:
         text = self.text
         name = yield from self._read_name("invoke")
         is_called = bool(name) and (is_marked or self.is_offered(name))

@@ -14,11 +14,13 @@ The format of Qwen3-Coder and Qwen 3.5; Seed-OSS has other tags around a call:
 import re
 from typing import ClassVar
 
+from typing_extensions import override
+
 from router.chat.text_input import Steps, TextInput
 from router.chat.tool_parsers.base import (
     MAX_NAME_LENGTH,
     CallSyntax,
-    GeneratorToolParser,
+    TaggedCallsParser,
 )
 from router.chat.tool_parsers.parameter_schemas import FunctionSchema
 from router.chat.tool_parsers.parameter_types import ParameterWriter
@@ -45,7 +47,7 @@ def _syntax(start: str, end: str) -> CallSyntax:
     )
 
 
-class Qwen3CoderToolParser(GeneratorToolParser):
+class Qwen3CoderToolParser(TaggedCallsParser):
     """Reads calls in tags and makes JSON of their parameters.
 
     A parameter is text unless the schema of the request's tool says otherwise. Text is passed on
@@ -66,25 +68,13 @@ class Qwen3CoderToolParser(GeneratorToolParser):
     has_breaks: ClassVar[bool] = True
     syntax: ClassVar[CallSyntax | None] = _syntax(start, end)
 
-    def read(self) -> Steps[None]:
-        """Reads the text."""
-        text = self.text
-        while start := (yield from text.copy_to((self.start, _FUNCTION), self.answer.content)):
-            text.record()
-            is_marked = start == self.start
-            if is_marked:
-                text.read(len(start))
-                yield from text.skip_whitespace()
-            while (yield from self._read_call(is_marked=is_marked)):
-                text.record()
-                yield from text.skip_whitespace()
-                if (yield from text.skip(self.end, or_beginning=True)):
-                    text.record()
-                    break
-            self.answer.content(text.take_record())
+    @property
+    @override
+    def call_start(self) -> str:
+        return _FUNCTION
 
-    def _read_call(self, *, is_marked: bool) -> Steps[bool]:
-        """Returns whether there was a whole call. The record has the part that is content."""
+    @override
+    def read_call(self, *, is_marked: bool) -> Steps[bool]:
         name = yield from _read_tag(self.text, _FUNCTION)
         if not name or not (is_marked or (yield from self._is_called(name))):
             return False
