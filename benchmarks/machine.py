@@ -38,13 +38,16 @@ __all__ = [
 
 COMMIT_VARIABLE = "BATON_COMMIT"
 _UNKNOWN_COMMIT = "unknown"
+_AVX2_VARIABLES = {
+    "OV_CPU_MAX_ISA": "AVX2",  # OpenVINO's own kernels, and with the next one its oneDNN's
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 _HOLDING_VARIABLES = {
-    "avx2": {
-        "OV_CPU_MAX_ISA": "AVX2",  # OpenVINO's own kernels, and with the next one its oneDNN's
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    }
+    "avx2": _AVX2_VARIABLES,
+    "avx2_vnni": _AVX2_VARIABLES
+    | {"OV_CPU_MAX_ISA": "AVX2_VNNI", "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"},
 }
 """By instruction set. All are read once, when their library is loaded."""
 RESULTS_VARIABLE = "BATON_RESULTS_FOLDER"

@@ -28,7 +28,7 @@ _LOW_SHARED_MEMORY_BYTES = _GIB
 _FEW_CONNECTIONS = 512
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
 _REPORTED_FEATURES = (
-    *("avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    *("avx2", "fma", "avx_vnni", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16"),
     *("asimd", "bf16", "i8mm", "sve"),
 )
 """The instruction sets that affect the speed of inference."""

@@ -1,13 +1,15 @@
 """Compiles the kernels: `python -m kernels.library.build`; installing Baton does the same.
 
 Every variant is one library of all sources, so that code of one instruction set
-cannot reach another's through an inlined template. Variants compile in parallel, and
-only those whose sources, flags or compiler changed. The library of a variant that cannot be
-built is removed: an old library must not run with newer Python code.
+cannot reach another's through an inlined template. The files of all variants compile in parallel,
+and only those whose text, headers, flags or compiler changed: their objects are kept. The library
+of a variant that cannot be built is removed: an old library must not run with newer Python code.
 """
 
 import argparse
+import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 # Relative, since the build hook imports this package by another name; see hatch_build.py.
@@ -35,11 +38,13 @@ __all__ = ["Compiler", "Outcome", "Status", "build", "find_compiler", "main"]
 
 _COMPILER_NAMES = ("c++", "g++", "clang++")
 _COMMON_FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
+    *("-std=c++20", "-O3", "-fPIC", "-pthread"),
     # No kernel reads errno or traps. Not -ffast-math: NaN must stay NaN.
     *("-fno-math-errno", "-fno-trapping-math"),
 )
 _PROBE_PROGRAM = "#include <cstdint>\n"
+_OBJECT_FOLDER = "objects"
+_INCLUDED_NAME = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _PROBE_TIMEOUT_S = 60
 _COMPILE_TIMEOUT_S = 900
 _EXIT_FAILED = 1
@@ -83,13 +88,23 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class _CompileJob:
-    """One variant to compile."""
+    """One variant to compile.
+
+    Attributes:
+        variant: the instruction set.
+        compiler: compiles it.
+        source_folder: see `build`.
+        library_folder: see `build`.
+        sources: fingerprint of the sources.
+        threads: compile the files of all variants.
+    """
 
     variant: Variant
     compiler: Compiler
     source_folder: Path
     library_folder: Path
     sources: str
+    threads: ThreadPoolExecutor
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -131,7 +146,7 @@ def build(
 
     Args:
         source_folder: holds the `.cpp` and `.h` files.
-        library_folder: receives a library and a `BuildRecord` per variant.
+        library_folder: receives a library and a `BuildRecord` per variant, and their objects.
         compiler: None skips all variants.
         variants: the variants to build.
         report: called with each outcome as soon as it is known, from any thread.
@@ -149,13 +164,16 @@ def build(
         if compiler is None:
             outcome = _skip(variant, sources, library_folder, _no_compiler_text())
         else:
-            job = _CompileJob(variant, compiler, source_folder, library_folder, sources)
+            job = _CompileJob(variant, compiler, source_folder, library_folder, sources, threads)
             outcome = _bring_up_to_date(job)
         report(outcome)
         return outcome
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return list(pool.map(bring_up_to_date, variants))
+    with (
+        ThreadPoolExecutor(max_workers=os.cpu_count()) as threads,
+        ThreadPoolExecutor(max_workers=max(1, len(variants))) as waiting,
+    ):
+        return list(waiting.map(bring_up_to_date, variants))
 
 
 def _bring_up_to_date(job: _CompileJob) -> Outcome:
@@ -170,22 +188,61 @@ def _bring_up_to_date(job: _CompileJob) -> Outcome:
 
 
 def _compile(job: _CompileJob, library: Path) -> Outcome:
-    name = job.variant.name
-    draft = library.with_name(f".{library.name}.{os.getpid()}")
-    files = map(str, sorted(job.source_folder.glob("*.cpp")))
-    command = [*job.compiler.command, *job.flags, *files, "-o", str(draft)]
+    folder = job.library_folder / _OBJECT_FOLDER / job.variant.name
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(job.source_folder.glob("*.cpp"))
+    objects = [folder / f"{source.stem}-{_digest_of_object(job, source)}.o" for source in sources]
+    for former in {*folder.glob("*.o")} - {*objects}:
+        former.unlink(missing_ok=True)
+    results = [*job.threads.map(partial(_compile_file, job), sources, objects)]
+    if all(result.returncode == 0 for result in results):
+        results.append(_make(job, library, [*job.flags, "-shared", *map(str, objects)]))
+    output = "".join(result.stderr for result in results)
+    if all(result.returncode == 0 for result in results):
+        # After the library: a build that is interrupted before this line starts over.
+        write_record(job.variant.name, job.record, job.library_folder)
+        return Outcome(job.variant.name, Status.BUILT, output=output)
+    problem = f"{job.compiler.version}: {_first_error(output)}"
+    _remove(job.variant.name, job.sources, job.library_folder, problem)
+    return Outcome(job.variant.name, Status.FAILED, problem, output)
+
+
+def _digest_of_object(job: _CompileJob, source: Path) -> str:
+    """Returns a hash of everything that decides the object of a source file."""
+    digest = hashlib.sha256(job.record.command.encode())
+    texts, unread = dict[Path, str](), [source]
+    while unread:
+        path = unread.pop()
+        if path not in texts and path.exists():
+            texts[path] = path.read_text()
+            unread += [job.source_folder / name for name in _INCLUDED_NAME.findall(texts[path])]
+    for path in sorted(texts):
+        digest.update(f"{path.name} {len(texts[path])}\n{texts[path]}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile_file(job: _CompileJob, source: Path, wanted: Path) -> subprocess.CompletedProcess[str]:
+    """Makes the object of a source file, unless there is one."""
+    if wanted.exists():
+        return subprocess.CompletedProcess((), 0, "", "")
+    return _make(job, wanted, [*job.flags, "-c", str(source)])
+
+
+def _make(
+    job: _CompileJob, wanted: Path, arguments: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs the compiler for a file, which appears at once and whole, or not at all."""
+    draft = wanted.with_name(f".{wanted.name}.{os.getpid()}")
     try:
+        command = [*job.compiler.command, *arguments, "-o", str(draft)]
         result = _run(command, timeout_s=_COMPILE_TIMEOUT_S)
-        if result.returncode == 0 and draft.exists():
-            draft.replace(library)
-            # After the library: a build that is interrupted before this line starts over.
-            write_record(name, job.record, job.library_folder)
-            return Outcome(name, Status.BUILT, output=result.stderr)
+        if result.returncode == 0 and not draft.exists():
+            return subprocess.CompletedProcess(command, 1, "", result.stderr)
+        if result.returncode == 0:
+            draft.replace(wanted)
+        return result
     finally:
         draft.unlink(missing_ok=True)
-    problem = f"{job.compiler.version}: {_first_error(result.stderr)}"
-    _remove(name, job.sources, job.library_folder, problem)
-    return Outcome(name, Status.FAILED, problem, result.stderr)
 
 
 def _skip(variant: Variant, sources: str, library_folder: Path, problem: str) -> Outcome:

@@ -51,8 +51,14 @@ _GENERIC = Variant("generic")
 _BY_MACHINE = {
     # The flags are the psABI's levels, each with everything that CPUs of its time have.
     _X86_64: (
-        Variant("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _X86_64_V4 | {"avx512_bf16"}),
+        Variant(
+            "avx512_bf16",
+            ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+            _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
+        ),
+        Variant("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _X86_64_V4 | {"avx512_vnni"}),
         Variant("avx512", ("-march=x86-64-v4",), _X86_64_V4),
+        Variant("avx2_vnni", ("-march=x86-64-v3", "-mavxvnni"), _X86_64_V3 | {"avx_vnni"}),
         Variant("avx2", ("-march=x86-64-v3",), _X86_64_V3),
         _GENERIC,
     ),

@@ -24,8 +24,12 @@ PROGRAM = """\
 #include "answer.h"
 extern "C" std::int64_t answer() { return ANSWER; }
 #if defined(__AVX512BF16__)
-extern "C" int level() { return 4; }
+extern "C" int level() { return 6; }
+#elif defined(__AVX512VNNI__)
+extern "C" int level() { return 5; }
 #elif defined(__AVX512F__)
+extern "C" int level() { return 4; }
+#elif defined(__AVXVNNI__)
 extern "C" int level() { return 3; }
 #elif defined(__AVX2__)
 extern "C" int level() { return 2; }
@@ -33,7 +37,15 @@ extern "C" int level() { return 2; }
 extern "C" int level() { return 1; }
 #endif
 """
-LEVELS = {"avx512_bf16": 4, "avx512": 3, "avx2": 2, "generic": 1, "neon": 1}
+LEVELS = {
+    "avx512_bf16": 6,
+    "avx512_vnni": 5,
+    "avx512": 4,
+    "avx2_vnni": 3,
+    "avx2": 2,
+    "generic": 1,
+    "neon": 1,
+}
 VARIANTS = variants_for()
 NAMES = [variant.name for variant in VARIANTS]
 SLOWEST = VARIANTS[-1:]
@@ -72,7 +84,7 @@ def test_each_variant_is_a_library_of_its_own_instruction_set(project):
         if variant.cpu_features <= cpu_features():
             library = ctypes.CDLL(str(library_path(variant.name, project.libraries)))
             assert (library.answer(), library.level()) == (42, LEVELS[variant.name])
-    leftovers = {path.name for path in project.libraries.iterdir()}
+    leftovers = {path.name for path in project.libraries.iterdir() if path.is_file()}
     expected = {library_path(name, project.libraries).name for name in NAMES}
     assert leftovers == expected | {record_path(name).name for name in NAMES}
 
@@ -88,6 +100,30 @@ def test_only_stale_libraries_are_built_again(project):
     assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
     record_path(name, project.libraries).write_text("{")
     assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
+
+
+def test_only_files_that_changed_or_include_a_change_are_compiled_again(project, tmp_path):
+    (project.sources / "other.cpp").write_text('extern "C" int other() { return 1; }\n')
+    log = tmp_path / "compiled"
+    counting = compiler_that(tmp_path, f'echo "$@" >> {log}; exec {COMPILER.command[0]} "$@"')
+
+    def compiled():
+        log.unlink(missing_ok=True)
+        assert project.statuses(compiler=counting, variants=SLOWEST) == {name: Status.BUILT}
+        return [one for one in ("answer", "other") if f"-c {project.sources}/{one}.cpp" in text()]
+
+    def text():
+        return log.read_text()
+
+    name = SLOWEST[0].name
+    assert compiled() == ["answer", "other"]
+    project.set_answer(43)
+    assert compiled() == ["answer"]
+    (project.sources / "other.cpp").write_text('extern "C" int other() { return 2; }\n')
+    assert compiled() == ["other"]
+    library = ctypes.CDLL(str(library_path(name, project.libraries)))
+    assert (library.answer(), library.other()) == (43, 2)
+    assert len([*(project.libraries / "objects" / name).iterdir()]) == 2
 
 
 def test_another_compiler_makes_libraries_stale(project, tmp_path):
@@ -126,7 +162,9 @@ def test_a_compiler_too_old_for_one_variant_builds_the_others(project, tmp_path)
     outcomes = project.build(compiler=old)
     assert outcomes.pop("avx512_bf16").status is Status.SKIPPED
     assert {outcome.status for outcome in outcomes.values()} == {Status.BUILT}
-    assert "does not take -march=x86-64-v4 -mavx512bf16" in read_problem(project, "avx512_bf16")
+    assert "does not take -march=x86-64-v4 -mavx512bf16 -mavx512vnni" in read_problem(
+        project, "avx512_bf16"
+    )
 
 
 def test_no_other_compiler_is_used_if_cxx_names_an_absent_one():
@@ -188,6 +226,7 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
     assert native_files(wheel) == expected | {record_path(name).name for name in NAMES}
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".o")]
         assert "kernels/native/src/answer.cpp" in archive.namelist()
         # Data files of the package are included.
         assert "kernels/triton/launch_tables/default.json" in archive.namelist()

@@ -1,21 +1,11 @@
 // Linear layers over packed weights.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <type_traits>
-#include <vector>
 
-#include "activations.h"
-#include "commands.h"
-#include "pack.h"
-#include "tile.h"
+#include "linear_job.h"
 
 namespace baton {
 namespace {
-
-// Size of the packed operands that all panels are multiplied with before the next ones: they stay
-// in the second-level cache, beside two panels.
-constexpr int64_t kBlockBytes = 256 << 10;
 
 template <class E>
 void pack_as(const Pack& job) {
@@ -36,21 +26,6 @@ void pack_as(const Pack& job) {
   }
 }
 
-// Rows per tile if `num_rows` are divided evenly among as few tiles as possible.
-struct Tiling {
-  int64_t num_tiles, rows_per_tile, num_longer;
-
-  explicit Tiling(int64_t num_rows)
-      : num_tiles((num_rows + kTileRows - 1) / kTileRows),
-        rows_per_tile(num_rows / num_tiles),
-        num_longer(num_rows % num_tiles) {}
-
-  int64_t start(int64_t tile) const {
-    return tile * rows_per_tile + std::min(tile, num_longer);
-  }
-  int rows(int64_t tile) const { return static_cast<int>(rows_per_tile + (tile < num_longer)); }
-};
-
 // Packs rows of the input side by side; row i is row `rows[i]`, or row i if `rows` is null.
 template <class E>
 void pack_operands(const Linear& job, const int32_t* rows, int64_t start, int count,
@@ -69,88 +44,6 @@ void pack_operands(const Linear& job, const int32_t* rows, int64_t start, int co
     }
   }
 }
-
-// Columns of the result that a panel of weights has.
-int64_t panel_width(const Linear& job) { return job.is_gated ? kHalfPanel : kPanelColumns; }
-
-template <class E>
-class Epilogue {
- public:
-  explicit Epilogue(const Linear& job) : job_(job) {}
-
-  // Processes sums[rows][32] of one panel.
-  void operator()(float* sums, int64_t start, int rows, int64_t panel) const {
-    const int64_t width = panel_width(job_);
-    const int64_t column = panel * width;
-    const int64_t count = std::min(width, job_.out_features - column);
-    const bool is_scaled = job_.scale != 1.0 || job_.soft_cap != 0.0;
-    for (int row = 0; row < rows; ++row) {
-      float* values = sums + row * kPanelColumns;
-      if (job_.bias) add_bias(values, column, count);
-      if (job_.activation != Activation::kNone) activate(values);
-      if (is_scaled) scale(values);
-      if (job_.residual) add_residual(values, start + row, column, count);
-      if (job_.out_is_float) {
-        write<Float32>(values, start + row, column, count);
-      } else {
-        write<E>(values, start + row, column, count);
-      }
-    }
-  }
-
- private:
-  void activate(float* values) const {
-    with_activation(job_.activation, [&](auto function) {
-      if (job_.is_gated) {
-        for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
-          const Floats gate = rounded<E>(load<Floats>(values + i));
-          const Floats up = rounded<E>(load<Floats>(values + kHalfPanel + i));
-          store(values + i, rounded<E>(function(gate)) * gated_value<E>(job_.activation, up));
-        }
-      } else {
-        for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-          store(values + i, function(rounded<E>(load<Floats>(values + i))));
-        }
-      }
-    });
-  }
-
-  void scale(float* values) const {
-    const auto factor = static_cast<float>(job_.scale), cap = static_cast<float>(job_.soft_cap);
-    for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-      const Floats scaled = load<Floats>(values + i) * broadcast(factor);
-      store(values + i, cap == 0.0f ? scaled : capped(scaled, cap));
-    }
-  }
-
-  void add_bias(float* values, int64_t column, int64_t count) const {
-    const auto* bias = static_cast<const typename E::Stored*>(job_.bias) + column;
-    for (int64_t i = 0; i < count; ++i) values[i] += E::widen_one(bias[i]);
-    if (!job_.is_gated) return;
-    bias += job_.out_features;
-    for (int64_t i = 0; i < count; ++i) values[kHalfPanel + i] += E::widen_one(bias[i]);
-  }
-
-  void add_residual(float* values, int64_t row, int64_t column, int64_t count) const {
-    const auto* from =
-        static_cast<const typename E::Stored*>(job_.residual) + row * job_.residual_stride + column;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      store(values + i, load<Floats>(values + i) + E::widen_lanes(from + i));
-    }
-    for (; i < count; ++i) values[i] += E::widen_one(from[i]);
-  }
-
-  template <class Out>
-  void write(const float* values, int64_t row, int64_t column, int64_t count) const {
-    auto* to = static_cast<typename Out::Stored*>(job_.out) + row * job_.out_stride + column;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) Out::narrow_lanes(to + i, load<Floats>(values + i));
-    for (; i < count; ++i) to[i] = Out::narrow_one(values[i]);
-  }
-
-  const Linear& job_;
-};
 
 // A panel of weights that prefetches the next one into the second-level cache while it is read.
 template <class E>
@@ -185,108 +78,54 @@ class WeightPanel {
   int64_t step_;
 };
 
+// Products with packed weights; see `run_layers`.
 template <class E>
-int64_t operand_bytes(int64_t num_rows, int64_t in_features) {
-  return num_rows * groups_of<E>(in_features) * static_cast<int64_t>(sizeof(typename E::Operand));
-}
+struct Dense {
+  static constexpr int64_t kMostRows = kTileRows;
 
-int64_t panels_of(const Linear& job) {
-  return (job.out_features + panel_width(job) - 1) / panel_width(job);
-}
-
-template <class E>
-int64_t panel_words(const Linear& job) {
-  return groups_of<E>(job.in_features) * kPanelColumns;
-}
-
-// Multiplies packed operands with panels begin to end. Meanwhile the panel that this thread needs
-// afterwards is prefetched from `after`, unless that is null.
-template <class E>
-void multiply_panels(const Linear& job, const typename E::Operand* operands, int64_t begin,
-                     int64_t end, const uint32_t* after) {
-  const Tiling tiling(job.num_rows);
-  const Epilogue<E> finish(job);
-  const int64_t num_groups = groups_of<E>(job.in_features);
-  const int64_t num_words = panel_words<E>(job);
-  const int64_t tile_bytes = operand_bytes<E>(kTileRows, job.in_features);
-  const int64_t block_tiles = std::max<int64_t>(2, kBlockBytes / std::max<int64_t>(1, tile_bytes));
-  const auto multiply = [&](int64_t first_tile, int64_t last_tile, int64_t panel) {
-    alignas(64) float sums[kTileRows * kPanelColumns];
-    const uint32_t* words = job.weight + panel * num_words;
-    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      const int64_t start = tiling.start(tile);
-      const int rows = tiling.rows(tile);
-      const WeightPanel<E> weights(words, panel + 1 == end ? after : words + num_words, num_words,
-                                   tile - first_tile, last_tile - first_tile);
-      tile_function<E, WeightPanel<E>, kPackedRows, 1>(rows)(
-          operands + start * num_groups, weights, num_groups, sums, kPanelColumns, nullptr);
-      finish(sums, start, rows, panel);
-    }
-  };
-  for (int64_t first = 0; first < tiling.num_tiles; first += block_tiles) {
-    const int64_t last = std::min(first + block_tiles, tiling.num_tiles);
-    for (int64_t panel = begin; panel < end; ++panel) multiply(first, last, panel);
+  static int64_t left_bytes(const Linear& job, int64_t num_rows) {
+    return num_rows * groups_of<E>(job.in_features) *
+           static_cast<int64_t>(sizeof(typename E::Operand));
   }
-}
 
-template <class E>
-void run_linear(const Linear& job, Workers& workers) {
-  if (!job.num_rows) return;
-  using Operand = typename E::Operand;
-  const Tiling tiling(job.num_rows);
-  auto* operands = static_cast<Operand*>(
-      workers.shared.reserve(operand_bytes<E>(job.num_rows, job.in_features)));
-  workers.pool.run(tiling.num_tiles, [&](int64_t tile, int) {
-    const int64_t start = tiling.start(tile);
-    pack_operands<E>(job, nullptr, start, tiling.rows(tile),
-                     operands + start * groups_of<E>(job.in_features));
-  });
-  workers.pool.run_ranges(panels_of(job), [&](int64_t begin, int64_t end, int) {
-    multiply_panels<E>(job, operands, begin, end, nullptr);
-  });
-}
+  static void prepare(const Linear& job, const int32_t* rows, int64_t start, int count,
+                      void* left) {
+    pack_operands<E>(job, rows, start, count, static_cast<typename E::Operand*>(left));
+  }
 
-// A linear layer of some rows: row i of its input is row `rows[i]`, or row i if `rows` is null.
-struct LayerOfRows {
-  Linear layer;
-  const int32_t* rows;
+  static void multiply(const Linear& job, const void* left, int64_t begin, int64_t end,
+                       const uint32_t* after) {
+    const auto* operands = static_cast<const typename E::Operand*>(left);
+    const Tiling tiling(job.num_rows, kMostRows);
+    const Epilogue<E> finish(job);
+    const int64_t num_groups = groups_of<E>(job.in_features);
+    const int64_t num_words = num_groups * kPanelColumns;
+    const int64_t tile_bytes = std::max<int64_t>(1, left_bytes(job, kMostRows));
+    const int64_t block_tiles = std::max<int64_t>(2, kBlockBytes / tile_bytes);
+    const auto multiply_block = [&](int64_t first_tile, int64_t last_tile, int64_t panel) {
+      alignas(64) float sums[kTileRows * kPanelColumns];
+      const uint32_t* words = job.weight + panel * num_words;
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const int64_t start = tiling.start(tile);
+        const int rows = tiling.rows(tile);
+        const WeightPanel<E> weights(words, panel + 1 == end ? after : words + num_words,
+                                     num_words, tile - first_tile, last_tile - first_tile);
+        tile_function<E, WeightPanel<E>, kPackedRows, 1>(rows)(
+            operands + start * num_groups, weights, num_groups, sums, kPanelColumns, nullptr);
+        finish(sums, start, rows, panel);
+      }
+    };
+    for (int64_t first = 0; first < tiling.num_tiles; first += block_tiles) {
+      const int64_t last = std::min(first + block_tiles, tiling.num_tiles);
+      for (int64_t panel = begin; panel < end; ++panel) multiply_block(first, last, panel);
+    }
+  }
 };
 
-// Computes layers of equal shapes, whose numbers of rows may differ.
-template <class E>
-void run_layers(const std::vector<LayerOfRows>& layers, Workers& workers) {
-  using Operand = typename E::Operand;
-  const auto count = static_cast<int64_t>(layers.size());
-  if (!count) return;
-  const Linear& first = layers[0].layer;
-  const int64_t num_groups = groups_of<E>(first.in_features), num_panels = panels_of(first);
-  std::vector<int64_t> starts(1);  // of each layer's operands
-  for (const LayerOfRows& each : layers) {
-    starts.push_back(starts.back() + each.layer.num_rows * num_groups);
-  }
-  const auto num_bytes = starts.back() * static_cast<int64_t>(sizeof(Operand));
-  auto* operands = static_cast<Operand*>(workers.shared.reserve(num_bytes));
-  const auto at = [](const auto& values, int64_t index) -> const auto& {
-    return values[static_cast<size_t>(index)];
-  };
-  workers.pool.run(count, [&](int64_t index, int) {
-    const auto& [layer, rows] = at(layers, index);
-    const Tiling tiling(layer.num_rows);
-    for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
-      const int64_t start = tiling.start(tile);
-      pack_operands<E>(layer, rows, start, tiling.rows(tile),
-                       operands + at(starts, index) + start * num_groups);
-    }
-  });
-  workers.pool.run_ranges(count * num_panels, [&](int64_t begin, int64_t end, int) {
-    for (int64_t panel = begin; panel < end;) {
-      const int64_t index = panel / num_panels, stop = std::min(end, (index + 1) * num_panels);
-      const uint32_t* after = stop < end ? at(layers, index + 1).layer.weight : nullptr;
-      multiply_panels<E>(at(layers, index).layer, operands + at(starts, index),
-                         panel - index * num_panels, stop - index * num_panels, after);
-      panel = stop;
-    }
-  });
+// Computes layers whose weights have one storage.
+void run_layers(ElementType element, const Layers& layers, Workers& workers) {
+  element == ElementType::kBfloat16 ? run_layers<Dense<Bfloat16>>(layers, workers)
+                                    : run_layers<Dense<Float32>>(layers, workers);
 }
 
 // The layer of one expert of a command. Those without rows have none.
@@ -312,14 +151,14 @@ Linear layer_of(const ExpertLinear& job, int64_t expert) {
 }
 
 template <class E>
-void run_expert_linear(const ExpertLinear& job, Workers& workers) {
-  std::vector<LayerOfRows> layers;
+Layers layers_of(const ExpertLinear& job) {
+  Layers layers;
   for (int64_t expert = 0; expert < job.num_experts; ++expert) {
     if (job.starts[expert] == job.starts[expert + 1]) continue;
     layers.push_back({layer_of<E>(job, expert),
                       job.rows ? job.rows + job.starts[expert] : nullptr});
   }
-  run_layers<E>(layers, workers);
+  return layers;
 }
 
 template <class E>
@@ -329,7 +168,7 @@ void run_head_linear(const HeadLinear& job, Workers& workers) {
   const int64_t out_width = job.out_features + job.num_copied;
   const auto* input = static_cast<const Stored*>(job.input);
   auto* out = static_cast<Stored*>(job.out);
-  std::vector<LayerOfRows> layers;
+  Layers layers;
   for (int64_t head = 0; head < job.num_heads; ++head) {
     Linear layer{};
     layer.element = job.element;
@@ -344,7 +183,7 @@ void run_head_linear(const HeadLinear& job, Workers& workers) {
     layer.out_stride = job.num_heads * out_width;
     layers.push_back({layer, nullptr});
   }
-  run_layers<E>(layers, workers);
+  run_layers(job.element, layers, workers);
   if (!job.num_copied) return;
   const auto num_bytes = static_cast<size_t>(job.num_copied) * sizeof(Stored);
   workers.pool.run_ranges(job.num_tokens, [&](int64_t begin, int64_t end, int) {
@@ -365,13 +204,13 @@ void pack(const Pack& job) {
 }
 
 void run(const Linear& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_linear<Bfloat16>(job, workers)
-                                        : run_linear<Float32>(job, workers);
+  if (job.num_rows) run_layers(job.element, {{job, nullptr}}, workers);
 }
 
 void run(const ExpertLinear& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_expert_linear<Bfloat16>(job, workers)
-                                        : run_expert_linear<Float32>(job, workers);
+  const Layers layers = job.element == ElementType::kBfloat16 ? layers_of<Bfloat16>(job)
+                                                              : layers_of<Float32>(job);
+  run_layers(job.element, layers, workers);
 }
 
 void run(const HeadLinear& job, Workers& workers) {
