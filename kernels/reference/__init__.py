@@ -11,6 +11,7 @@ from kernels.reference.experts import *  # noqa: F403
 from kernels.reference.linear import *  # noqa: F403
 from kernels.reference.logit_rules import *  # noqa: F403
 from kernels.reference.pointwise import *  # noqa: F403
+from kernels.reference.quantized import *  # noqa: F403
 from kernels.reference.ranks import *  # noqa: F403
 from kernels.reference.recurrent import *  # noqa: F403
 from kernels.reference.sampling import *  # noqa: F403
