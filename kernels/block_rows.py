@@ -23,6 +23,11 @@ class BlockRows:
     data: torch.Tensor
     num_columns: int
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return len(self.data), self.num_columns
+
     def take(self, rows: torch.Tensor | slice) -> "BlockRows":
         """Returns the named rows, in their order."""
         return BlockRows(self.format, self.data[rows], self.num_columns)

@@ -6,8 +6,16 @@ from enum import Enum
 import torch
 from typing_extensions import override
 
-from engine.models.tensor_parts import OneOfStack, TensorPart, TransposedRows, WeightTarget
+from engine.models.tensor_parts import (
+    OneOfStack,
+    TensorPart,
+    TransposedRows,
+    WeightTarget,
+    as_numbers,
+    fill,
+)
 from kernels import Cut, RowsOfWeight
+from kernels.block_rows import BlockRows
 
 __all__ = ["ExpertStorage", "expert_biases", "expert_matrices"]
 
@@ -124,9 +132,10 @@ class _RowsInTurn(RowsOfWeight):
         self._targets = targets
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
         for first, target in enumerate(self._targets):
-            target.copy_(source[first :: len(self._targets)])
+            rows = slice(first, None, len(self._targets))
+            fill(target, source.take(rows) if isinstance(source, BlockRows) else source[rows])
 
 
 class _Mxfp4Matrix:
@@ -181,8 +190,8 @@ class _Kept(RowsOfWeight):
         self._on_copied = on_copied
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self.content = source.clone()
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        self.content = as_numbers(source).clone()
         self._on_copied()
 
 

@@ -25,8 +25,9 @@ from engine.models.layers import select_rows
 from engine.models.linear import Embedding, Linear
 from engine.models.norms import RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import StoredModule, TensorPart
+from engine.models.tensor_parts import StoredModule, TensorPart, as_numbers
 from kernels import Cut, NormKind, QkNorms, RankGroup, Rotation, RowsOfWeight
+from kernels.block_rows import BlockRows
 from kernels.paged_kv import LayerKv
 from kvstore.layout import KvShape
 
@@ -368,5 +369,5 @@ class _Repeated(RowsOfWeight):
         self._target = target
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source)
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        self._target.copy_(as_numbers(source))

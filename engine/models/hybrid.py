@@ -22,8 +22,9 @@ from engine.models.decoder_config import DecoderConfig, QkNorm, decoder_config, 
 from engine.models.layers import select_rows
 from engine.models.linear import FusedLinear, Linear, cut_of
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import StoredModule, TensorPart
+from engine.models.tensor_parts import StoredModule, TensorPart, as_numbers
 from kernels import Cut, RankGroup, Rotation, RowsOfWeight
+from kernels.block_rows import BlockRows
 from kernels.paged_kv import LayerState
 
 __all__ = [
@@ -270,5 +271,5 @@ class _ConvWeight(RowsOfWeight):
         self._target = target
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source.squeeze(1).t())
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        self._target.copy_(as_numbers(source).reshape(self.shape).squeeze(1).t())

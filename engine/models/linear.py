@@ -102,7 +102,7 @@ class Embedding(PackedModule):
         if self._ranks is None:
             return kernels.embed(token_ids, self.weight, scale=self._scale)
         partial = kernels.embed_part(token_ids, self.weight, self._tokens.start)
-        dtype = self.weight.data.dtype
+        dtype = self.weight.dtype
         return kernels.reduce_ranks(partial, self._ranks, dtype=dtype, scale=self._scale)
 
     @override

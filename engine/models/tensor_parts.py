@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from kernels import Cut, RowsOfWeight
+from kernels import Cut, RowsOfWeight, dequantize
+from kernels.block_rows import BlockRows
 
 __all__ = [
     "OneOfStack",
@@ -24,6 +25,8 @@ __all__ = [
     "TensorPart",
     "TransposedRows",
     "WeightTarget",
+    "as_numbers",
+    "fill",
     "grouped_order",
     "half_split_order",
     "renamed_parts",
@@ -107,7 +110,11 @@ class OrderedRows(RowsOfWeight):
         self._target, self._order = target, order
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        if isinstance(source, BlockRows):
+            groups = torch.arange(self.shape[0], device="cpu").view(-1, len(self._order))
+            fill(self._target, source.take(groups[:, self._order].flatten()))
+            return
         groups = source.view(-1, len(self._order), *source.shape[1:])
         ordered = groups.index_select(1, self._order.to(source.device))
         self._target.copy_(ordered.flatten(0, 1))
@@ -125,8 +132,8 @@ class OneOfStack(RowsOfWeight):
         self._target = target
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source[0])
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        fill(self._target, source if isinstance(source, BlockRows) else source[0])
 
 
 class TransposedRows(RowsOfWeight):
@@ -142,8 +149,21 @@ class TransposedRows(RowsOfWeight):
         self._target = target
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        self._target.copy_(source.t())
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
+        self._target.copy_(as_numbers(source).t())
+
+
+def fill(target: WeightTarget, source: torch.Tensor | BlockRows) -> None:
+    """Copies a part of a checkpoint's tensor to its target; dense targets get numbers."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(as_numbers(source))
+    else:
+        target.copy_(source)
+
+
+def as_numbers(source: torch.Tensor | BlockRows) -> torch.Tensor:
+    """Returns the numbers of rows; those of blocks in float32, of which no bit is rounded."""
+    return dequantize(source, torch.float32) if isinstance(source, BlockRows) else source
 
 
 def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from kernels.experts import ExpertScores, Routing, RoutingRule
 from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.native.ops import is_vector, residual_rows, run_command
-from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight
+from kernels.native.packed_weight import ELEMENT_TYPES, PanelWeight
 from kernels.ranks import Cut
 from kernels.weights import WeightStack, WeightUse
 
@@ -69,8 +69,8 @@ def expert_linear(
     gathers: bool,
     activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
-    assert isinstance(weight.template, PackedWeight)
-    assert hidden.dtype == weight.data.dtype
+    assert isinstance(weight.template, PanelWeight)
+    assert hidden.dtype == weight.dtype
     assert hidden.shape[1] == weight.num_columns
     assert hidden.stride(1) == 1 or weight.num_columns == 1
     num_slots = len(routing.rows)

@@ -1,32 +1,35 @@
-"""The native CPU kernels of linear layers, look-ups, maxima and recorded steps.
+"""The native CPU kernels of look-ups, maxima and recorded steps, and the weights of all others.
 
 They take float32 and bfloat16 tensors of the CPU. For what the library does not implement (odd
 head widths in bfloat16, 8-bit caches), they call the reference.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from kernels import reference
 from kernels.dispatch import NATIVE
 from kernels.host import fresh_zeros
-from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
-from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
+from kernels.native.packed_weight import ELEMENT_TYPES, PanelWeight, make_packed_weight
 from kernels.native.recording import note_command, note_mark, record_commands
 from kernels.paged_kv import Rotation
 from kernels.recorded_step import Arena, RecordedStep
-from kernels.weights import Weight, WeightStack, WeightUse
+from kernels.weights import (
+    QuantizedForm,
+    TensorWeight,
+    Weight,
+    WeightStack,
+    WeightUse,
+)
 
 __all__ = [
     "embed",
     "embed_part",
-    "head_linear",
     "is_vector",
-    "linear",
-    "linear_gated",
     "make_weight",
     "make_weight_stack",
     "mark_step",
@@ -48,10 +51,13 @@ def make_weight(
     dtype: torch.dtype,
     device: torch.device,
     use: WeightUse,
-) -> Weight:
+    form: QuantizedForm | None = None,
+) -> TensorWeight:
+    shape = num_rows, num_columns
+    assert form is None, "the library has no quantized weights"
     if use is WeightUse.LOOKUP:
-        return reference.make_weight(num_rows, num_columns, dtype, device, use)
-    return make_packed_weight(_library(), num_rows, num_columns, dtype, use)
+        return reference.make_weight(*shape, dtype, device, use)
+    return make_packed_weight(_library(), *shape, dtype, use)
 
 
 @NATIVE.implements(reference.make_weight_stack)
@@ -62,9 +68,10 @@ def make_weight_stack(
     dtype: torch.dtype,
     device: torch.device,
     use: WeightUse,
+    form: QuantizedForm | None = None,
 ) -> WeightStack:
-    template = make_weight(num_rows, num_columns, dtype, device, use)
-    data = fresh_zeros((num_matrices, *template.data.shape), dtype)
+    template = make_weight(num_rows, num_columns, dtype, device, use, form)
+    data = fresh_zeros((num_matrices, *template.data.shape), template.data.dtype)
     return WeightStack(num_matrices * num_rows, num_columns, use, data, num_matrices, template)
 
 
@@ -77,27 +84,18 @@ def embed(
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Takes zeros for an id that is no row of the weight, where the reference raises an error."""
-    out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
+    table = _table_of(weight)
+    out = torch.empty((len(token_ids), weight.num_columns), dtype=table.dtype)
     if addend is not None:
         addend = residual_rows(addend, out.dtype, out.shape)
-    is_packed = isinstance(weight, PackedWeight)
-    _take_rows(
-        weight.data,
-        token_ids,
-        out,
-        is_packed=is_packed,
-        held=(0, weight.num_rows),
-        scale=scale,
-        addend=addend,
-    )
+    _take_rows(table, token_ids, out, held=(0, weight.num_rows), scale=scale, addend=addend)
     return out
 
 
 @NATIVE.implements(reference.embed_part)
 def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.Tensor:
     out = torch.empty((len(token_ids), weight.num_columns))
-    is_packed = isinstance(weight, PackedWeight)
-    _take_rows(weight.data, token_ids, out, is_packed=is_packed, held=(first_id, weight.num_rows))
+    _take_rows(_table_of(weight), token_ids, out, held=(first_id, weight.num_rows))
     return out
 
 
@@ -112,73 +110,8 @@ def take_rows(
     assert out.shape == (len(rows), matrix.shape[1])
     assert out.dtype == matrix.dtype
     assert out.is_contiguous()
-    held = (0, len(matrix))
-    _take_rows(matrix, rows, out, is_packed=False, held=held, keeps_address=keeps_address)
-    return out
-
-
-@NATIVE.implements(reference.linear)
-def linear(
-    hidden: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    activation: Activation | None = None,
-    scale: float = 1.0,
-    cap: float | None = None,
-) -> torch.Tensor:
-    return _linear(
-        hidden,
-        weight,
-        bias,
-        residual,
-        is_gated=False,
-        activation=activation,
-        scale=scale,
-        cap=cap,
-        out_dtype=out_dtype or hidden.dtype,
-    )
-
-
-@NATIVE.implements(reference.linear_gated)
-def linear_gated(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
-) -> torch.Tensor:
-    return _linear(
-        hidden, weight, bias, None, is_gated=True, activation=activation, out_dtype=hidden.dtype
-    )
-
-
-@NATIVE.implements(reference.head_linear)
-def head_linear(states: torch.Tensor, weight: WeightStack) -> torch.Tensor:
-    assert isinstance(weight.template, PackedWeight)
-    assert states.dtype == weight.data.dtype
-    num_tokens, num_heads, width = states.shape
-    assert num_heads == weight.num_matrices
-    assert width >= weight.num_columns
-    if states.stride(2) != 1:
-        states = states.contiguous()
-    num_copied = width - weight.num_columns
-    out = torch.empty(
-        (num_tokens, num_heads, weight.rows_per_matrix + num_copied), dtype=states.dtype
-    )
-    run_command(
-        commands.HEAD_LINEAR,
-        ELEMENT_TYPES[states.dtype],
-        states.data_ptr(),
-        *states.stride()[:2],
-        num_tokens,
-        num_heads,
-        weight.num_columns,
-        weight.data.data_ptr(),
-        weight.data.stride(0) * weight.data.itemsize // 4,
-        weight.rows_per_matrix,
-        num_copied,
-        out.data_ptr(),
-        keep=(states, out),
-    )
+    table = _Table(matrix, matrix.dtype)
+    _take_rows(table, rows, out, held=(0, len(matrix)), keeps_address=keeps_address)
     return out
 
 
@@ -241,56 +174,30 @@ def mark_step(device: torch.device, number: int) -> None:
     note_mark(number)
 
 
-def _linear(
-    hidden: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    is_gated: bool,
-    activation: Activation | None,
-    out_dtype: torch.dtype,
-    scale: float = 1.0,
-    cap: float | None = None,
-) -> torch.Tensor:
-    assert isinstance(weight, PackedWeight)
-    rows = rows_of(hidden)
-    assert rows.dtype == weight.data.dtype
-    assert rows.shape[1] == weight.num_columns
-    assert out_dtype in (torch.float32, rows.dtype)
-    assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
-    out_features = weight.num_rows // 2 if is_gated else weight.num_rows
-    if residual is not None:
-        residual = residual_rows(residual, rows.dtype, (len(rows), out_features))
-    out = torch.empty((len(rows), out_features), dtype=out_dtype)
-    run_command(
-        commands.LINEAR,
-        ELEMENT_TYPES[rows.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        *rows.shape,
-        weight.data.data_ptr(),
-        out_features,
-        0 if bias is None else bias.data_ptr(),
-        *residual_fields(residual),
-        is_gated,
-        0 if activation is None else activation.value,
-        scale,
-        cap or 0.0,
-        out.data_ptr(),
-        out_features,
-        out_dtype == torch.float32,
-        keep=(rows, out),
-    )
-    return out
+class _Table(NamedTuple):
+    """A matrix of which rows are looked up.
+
+    Attributes:
+        data: its memory.
+        dtype: type of its rows.
+        is_packed: whether it is in panels.
+    """
+
+    data: torch.Tensor
+    dtype: torch.dtype
+    is_packed: bool = False
+
+
+def _table_of(weight: Weight) -> _Table:
+    assert isinstance(weight, TensorWeight)
+    return _Table(weight.data, weight.dtype, isinstance(weight, PanelWeight))
 
 
 def _take_rows(
-    matrix: torch.Tensor,
+    table: _Table,
     rows: torch.Tensor,
     out: torch.Tensor,
     *,
-    is_packed: bool,
     held: tuple[int, int],
     scale: float = 1.0,
     addend: torch.Tensor | None = None,
@@ -299,10 +206,9 @@ def _take_rows(
     """Looks up rows.
 
     Args:
-        matrix: the matrix.
+        table: the matrix.
         rows: numbers of the rows.
         out: memory for them.
-        is_packed: whether the matrix is a packed weight.
         held: number of the matrix's first row, and how many rows it has.
         scale: factor on the rows.
         addend: added to the rows; `out` then has the matrix's type, as with a scale.
@@ -311,11 +217,12 @@ def _take_rows(
     rows = rows.contiguous()
     assert rows.dtype == torch.int64
     assert rows.dim() == 1
+    matrix = table.data
     run_command(
         commands.TAKE_ROWS,
-        ELEMENT_TYPES[matrix.dtype],
+        ELEMENT_TYPES[table.dtype],
         matrix.data_ptr(),
-        is_packed,
+        table.is_packed,
         matrix.stride(0),
         out.shape[1],
         *held,

@@ -1,32 +1,42 @@
-"""`PackedWeight`: panels of 32 rows in the order that matrix products read them.
+"""`PackedWeight`: panels of 32 rows in the order that products of dense matrices read them.
 
 A weight is packed once, straight from the checkpoint's tensors, so there is no second copy.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
 
+from kernels.block_rows import BlockRows
 from kernels.host import fresh_zeros
 from kernels.library.commands import NativeKernels
-from kernels.weights import RowsOfWeight, Weight, WeightUse
+from kernels.reference.quantized import dequantize
+from kernels.weights import RowsOfWeight, TensorWeight, WeightUse
 
-__all__ = ["ELEMENT_TYPES", "PackedWeight", "make_packed_weight"]
+__all__ = [
+    "ELEMENT_TYPES",
+    "PANEL_ROWS",
+    "PackedWeight",
+    "PanelWeight",
+    "make_packed_weight",
+    "num_panels",
+]
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The element types of the native kernels, with their codes in the library."""
 
-_PANEL_ROWS = 32
-_HALF_PANEL = _PANEL_ROWS // 2
+PANEL_ROWS = 32
+_HALF_PANEL = PANEL_ROWS // 2
 _WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight(Weight):
-    """A weight as src/pack.h lays it out.
+class PanelWeight(TensorWeight):
+    """A weight in panels of 32 rows; those of a gated layer are 16 rows of each half.
 
-    `data` is `[panels * groups * 32 * elements of a group]`; rows that were not filled are zero.
+    Rows that were not filled are zero.
 
     Attributes:
         library: the library that packs and reads it.
@@ -34,8 +44,28 @@ class PackedWeight(Weight):
 
     library: NativeKernels
 
+    @property
+    @abstractmethod
+    def form(self) -> tuple[int, bool]:
+        """The code of its format in commands, 0 for dense panels, and whether it is exact."""
+
+    @property
+    @abstractmethod
+    def bytes_per_row(self) -> int:
+        """Bytes of a row, without padding."""
+
+    @abstractmethod
+    def pack(self, source: torch.Tensor | BlockRows, first: int, part: int) -> None:
+        """Packs rows.
+
+        Args:
+            source: the rows.
+            first: number of the first one in the weight, or in its half.
+            part: the half of a gated layer's weight; -1 for all others.
+        """
+
     @override
-    def rows(self, first: int, count: int) -> "_PackedRows":
+    def rows(self, first: int, count: int) -> "_PanelRows":
         """Returns a view of some rows.
 
         Raises:
@@ -49,41 +79,67 @@ class PackedWeight(Weight):
             raise ValueError(
                 f"rows {first} to {first + count} do not lie within one part of {limit} rows"
             )
-        return _PackedRows(self, first_of_part, part, (count, self.num_columns))
+        return _PanelRows(self, first_of_part, part, (count, self.num_columns))
 
 
-class _PackedRows(RowsOfWeight):
-    def __init__(self, weight: PackedWeight, first: int, part: int, shape: tuple[int, int]) -> None:
+class _PanelRows(RowsOfWeight):
+    def __init__(self, weight: PanelWeight, first: int, part: int, shape: tuple[int, int]) -> None:
         self.shape = shape
-        self.nbytes = shape[0] * shape[1] * weight.data.element_size()
+        self.nbytes = shape[0] * weight.bytes_per_row
         self._weight, self._first, self._part = weight, first, part
 
     @override
-    def copy_(self, source: torch.Tensor) -> None:
-        weight = self._weight
+    def copy_(self, source: torch.Tensor | BlockRows) -> None:
         if tuple(source.shape) != self.shape:
             raise ValueError(f"source has shape {tuple(source.shape)}, not {self.shape}")
-        source = source.to(device=weight.data.device, dtype=weight.data.dtype)
-        weight.library.pack(
-            ELEMENT_TYPES[weight.data.dtype],
+        self._weight.pack(source, self._first, self._part)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight(PanelWeight):
+    """A weight as src/pack.h lays it out.
+
+    `data` is `[panels * groups * 32 * elements of a group]`.
+    """
+
+    @property
+    @override
+    def form(self) -> tuple[int, bool]:
+        return 0, True
+
+    @property
+    @override
+    def bytes_per_row(self) -> int:
+        return self.num_columns * self.data.itemsize
+
+    @override
+    def pack(self, source: torch.Tensor | BlockRows, first: int, part: int) -> None:
+        if isinstance(source, BlockRows):
+            source = dequantize(source, self.dtype)
+        source = source.to(device=self.device, dtype=self.dtype)
+        self.library.pack(
+            ELEMENT_TYPES[self.dtype],
             source.data_ptr(),
             *source.stride(),
-            *self.shape,
-            weight.data.data_ptr(),
-            self._first,
-            self._part,
+            *source.shape,
+            self.data.data_ptr(),
+            first,
+            part,
         )
+
+
+def num_panels(num_rows: int, use: WeightUse) -> int:
+    """Returns the number of panels of a weight."""
+    if use is WeightUse.GATED_LINEAR:
+        return -(-(num_rows // 2) // _HALF_PANEL)
+    return -(-num_rows // PANEL_ROWS)
 
 
 def make_packed_weight(
     library: NativeKernels, num_rows: int, num_columns: int, dtype: torch.dtype, use: WeightUse
 ) -> PackedWeight:
     """Returns a weight of zeros; arguments are as in `kernels.make_weight`."""
-    if use is WeightUse.GATED_LINEAR:
-        panels = -(-(num_rows // 2) // _HALF_PANEL)
-    else:
-        panels = -(-num_rows // _PANEL_ROWS)
     group = _WORD_BYTES // dtype.itemsize
     columns = -(-num_columns // group) * group
-    data = fresh_zeros((panels * _PANEL_ROWS * columns,), dtype)
+    data = fresh_zeros((num_panels(num_rows, use) * PANEL_ROWS * columns,), dtype)
     return PackedWeight(num_rows, num_columns, use, data, library)

@@ -77,7 +77,7 @@ def _of_top_groups(scores: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def expert_linear(
     hidden: torch.Tensor,
     weight: WeightStack,

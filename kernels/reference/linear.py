@@ -6,7 +6,15 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from kernels.dispatch import kernel
 from kernels.layer_kinds import Activation
 from kernels.reference.pointwise import activate, gate_rows
-from kernels.weights import DenseWeight, Weight, WeightStack, WeightUse
+from kernels.weights import (
+    DenseWeight,
+    QuantizedForm,
+    ServedFormats,
+    TensorWeight,
+    Weight,
+    WeightStack,
+    WeightUse,
+)
 
 __all__ = [
     "embed",
@@ -16,8 +24,20 @@ __all__ = [
     "linear_gated",
     "make_weight",
     "make_weight_stack",
+    "served_formats",
     "take_rows",
 ]
+
+
+@kernel("device", "dtype")
+def served_formats(device: torch.device, dtype: torch.dtype) -> ServedFormats:
+    """Returns the storage formats in which weights can be kept and multiplied.
+
+    Args:
+        device: that holds the weights.
+        dtype: of inputs and results.
+    """
+    return ServedFormats(frozenset(), frozenset())
 
 
 @kernel("device", "dtype")
@@ -27,16 +47,19 @@ def make_weight(
     dtype: torch.dtype,
     device: torch.device,
     use: WeightUse,
-) -> Weight:
+    form: QuantizedForm | None = None,
+) -> TensorWeight:
     """Allocates a weight, to be filled through `Weight.rows`.
 
     Args:
         num_rows: outputs.
         num_columns: inputs.
-        dtype: of the elements.
+        dtype: of inputs and results, and of the elements of a dense weight.
         device: that holds the weight.
         use: the kernel that reads it.
+        form: one that `served_formats` has; None for a dense weight.
     """
+    assert form is None, "there are no quantized weights for this device and type"
     data = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
     return DenseWeight(num_rows, num_columns, use, data)
 
@@ -49,6 +72,7 @@ def make_weight_stack(
     dtype: torch.dtype,
     device: torch.device,
     use: WeightUse,
+    form: QuantizedForm | None = None,
 ) -> WeightStack:
     """Allocates several matrices, to be filled through `WeightStack.rows`.
 
@@ -56,16 +80,18 @@ def make_weight_stack(
         num_matrices: number of matrices.
         num_rows: outputs of each matrix.
         num_columns: inputs of each matrix.
-        dtype: of the elements.
+        dtype: as in `make_weight`.
         device: that holds the weight.
         use: LINEAR or GATED_LINEAR.
+        form: as in `make_weight`.
     """
+    assert form is None, "there are no quantized weights for this device and type"
     template = DenseWeight(num_rows, num_columns, use, torch.empty(0, dtype=dtype, device=device))
     data = torch.empty((num_matrices, num_rows, num_columns), dtype=dtype, device=device)
     return WeightStack(num_matrices * num_rows, num_columns, use, data, num_matrices, template)
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def embed(
     token_ids: torch.Tensor,
     weight: Weight,
@@ -90,7 +116,7 @@ def embed(
     return embedded if addend is None else embedded + addend
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def embed_part(token_ids: torch.Tensor, weight: Weight, first_id: int) -> torch.Tensor:
     """Looks up rows of a part of an embedding, in float32; other tokens get zeros.
 
@@ -127,7 +153,7 @@ def take_rows(
     return taken if out is None else out.copy_(taken)
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def linear(
     hidden: torch.Tensor,
     weight: Weight,
@@ -169,7 +195,7 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def linear_gated(
     hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
@@ -193,7 +219,7 @@ def _dense(weight: Weight) -> torch.Tensor:
     return weight.data
 
 
-@kernel("weight.data.device", "weight.data.dtype")
+@kernel("weight.device", "weight.dtype")
 def head_linear(states: torch.Tensor, weight: WeightStack) -> torch.Tensor:
     """Multiplies each head by a matrix of its own.
 

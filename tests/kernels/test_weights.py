@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import Activation, WeightUse
+from kernels import Activation, SegmentedWeight, WeightUse
 from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only, normal
 
 USES = [WeightUse.LINEAR, WeightUse.LOOKUP]
@@ -139,3 +139,42 @@ def test_filling_rows_does_not_change_others(dtype):
 def test_meta_weights_hold_nothing_and_keep_their_shape():
     weight = kernels.make_weight(10**6, 10**6, torch.float32, torch.device("meta"), USES[0])
     assert (weight.num_rows, weight.num_columns, weight.data.device.type) == (10**6, 10**6, "meta")
+
+
+@native_only("weights in several formats")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segments_of_a_weight_are_computed_as_one(dtype):
+    """Their rows are no multiples of a panel's, and need not be filled in order."""
+    matrix, hidden = normal(70, 9, dtype=dtype), normal(3, 9, dtype=dtype, seed=1)
+    bias, residual = normal(70, dtype=dtype, seed=2), normal(3, 70, dtype=dtype, seed=3)
+    weight = segmented(matrix, [33, 2, 35], WeightUse.LINEAR)
+    moved = weight.with_tensors([tensor.clone() for tensor in weight.tensors()])
+    arguments = {"activation": Activation.GELU, "scale": 0.5, "cap": 2.0}
+    expected = kernels.linear(hidden, filled_weight(matrix), bias, residual, **arguments)
+    for each in (weight, moved):
+        assert torch.equal(kernels.linear(hidden, each, bias, residual, **arguments), expected)
+    assert weight.nbytes == sum(tensor.nbytes for tensor in moved.tensors())
+    assert len({*weight.tensors(), *moved.tensors()}) == 6
+    assert weight.describe() == moved.describe() != segmented(matrix, [35, 35]).describe()
+    with pytest.raises(ValueError, match="rows 30 to 34 do not lie within one segment"):
+        weight.rows(30, 4)
+
+
+@native_only("weights in several formats")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_halves_of_a_gated_weight_may_be_segments(dtype):
+    matrix, hidden = normal(70, 9, dtype=dtype), normal(3, 9, dtype=dtype, seed=1)
+    bias, whole = normal(70, dtype=dtype, seed=2), filled_weight(matrix, WeightUse.GATED_LINEAR)
+    weight = segmented(matrix, [35, 35], WeightUse.GATED_LINEAR)
+    expected = kernels.linear_gated(hidden, whole, bias, Activation.SILU)
+    assert torch.equal(kernels.linear_gated(hidden, weight, bias, Activation.SILU), expected)
+
+
+def segmented(matrix, sizes, use=WeightUse.LINEAR):
+    """A weight of segments, the last of which is filled first."""
+    parts = [filled_weight(torch.zeros_like(part)) for part in matrix.split(sizes)]
+    weight = SegmentedWeight(*matrix.shape, use, tuple(parts))
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    for start, size in reversed(list(zip(starts, sizes, strict=True))):
+        weight.rows(start, size).copy_(matrix[start : start + size])
+    return weight

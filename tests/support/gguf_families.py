@@ -65,6 +65,7 @@ _LATENT = {
 
 # By name, the class of a config and its fields.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}),
     "gemma2_27b": (
         "Gemma2Config",
@@ -231,10 +232,15 @@ _FILE_ARCHITECTURES = {
 }
 
 
-def family_model(name: str) -> Any:
-    """Returns a model of `transformers` with random weights, also of its norms and biases."""
+def family_model(name: str, **changes: Any) -> Any:
+    """Returns a model of `transformers` with random weights, also of its norms and biases.
+
+    Args:
+        name: one of `FAMILIES`.
+        changes: other values of its config.
+    """
     class_name, fields = FAMILIES[name]
-    config = getattr(transformers, class_name)(**{**_SIZES, **fields})
+    config = getattr(transformers, class_name)(**{**_SIZES, **fields, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -494,7 +500,7 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
         is_rotated = ".q_proj." in name or ".k_proj." in name
         if has_offset(config, name):
             yield stored, array + 1
-        elif config.model_type in ("granite", "smollm3", "mixtral") and is_rotated:
+        elif config.model_type in ("llama", "granite", "smollm3", "mixtral") and is_rotated:
             yield stored, in_pairs(array, config.hidden_size // config.num_attention_heads)
         else:
             yield stored, array

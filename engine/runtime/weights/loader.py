@@ -30,7 +30,7 @@ from engine.models.config import ModelConfig
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
-from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget
+from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget, fill
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
@@ -272,7 +272,7 @@ def _copy_weights(
             upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
             return
         for target, tensor in _read_parts(parts, matches, open_file):
-            target.copy_(tensor)
+            fill(target, tensor)
             bar.update(target.nbytes)
 
 

@@ -13,7 +13,8 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from torch import nn
 from baton.common.version import __version__
 from engine.models.linear import PackedModule
 from kernels.library.variants import fingerprint_sources
-from kernels.weights import Weight
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.files import FileLock, os_errors_as_unavailable
 
@@ -34,6 +34,9 @@ _DIGEST_BYTES = 16
 _MAX_WAIT_S = 600.0
 _MAX_FREE_FRACTION = 2
 """The file takes at most the free bytes of its file system divided by this."""
+
+# A weight's path, kind, tensors, and the function that replaces its tensors; see `_Slot`.
+_Memory = tuple[str, str, Sequence[torch.Tensor], Callable[[Sequence[torch.Tensor]], None]]
 
 _logger = logging.getLogger("baton.engine")
 
@@ -65,54 +68,67 @@ def share_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A weight's place in the file."""
+    """The place in the file of a weight, which may have several tensors.
 
-    module: nn.Module
-    name: str
+    Attributes:
+        path: name of the weight in the model.
+        kind: a text that differs for weights with different orders of their memory.
+        private: the weight's memory before the file is used.
+        offsets: of its tensors in the file.
+        put: makes tensors of the same types and shapes the weight's memory.
+    """
+
     path: str
-    private: torch.Tensor
-    offset: int
+    kind: str
+    private: Sequence[torch.Tensor]
+    offsets: Sequence[int]
+    put: Callable[[Sequence[torch.Tensor]], None]
 
     @property
     def end(self) -> int:
-        return self.offset + self.private.nbytes
+        return self.offsets[-1] + self.private[-1].nbytes
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Makes a tensor the weight."""
-        current = getattr(self.module, self.name)
-        value: object = (
-            replace(current, data=tensor)
-            if isinstance(current, Weight)
-            else nn.Parameter(tensor, requires_grad=False)
-        )
-        setattr(self.module, self.name, value)
-
-    def view_in(self, pages: mmap.mmap) -> torch.Tensor:
-        like = self.private
-        flat = torch.frombuffer(pages, dtype=like.dtype, count=like.numel(), offset=self.offset)
-        return flat.view(like.shape)
+    def views_in(self, pages: mmap.mmap) -> list[torch.Tensor]:
+        return [
+            torch.frombuffer(pages, dtype=like.dtype, count=like.numel(), offset=offset).view(
+                like.shape
+            )
+            for like, offset in zip(self.private, self.offsets, strict=True)
+        ]
 
 
 def _slots(model: nn.Module) -> Iterator[_Slot]:
     end = 0
+    for path, kind, tensors, put in _memory_of(model):
+        offsets = []
+        for tensor in tensors:
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + tensor.nbytes
+        yield _Slot(path, kind, tensors, offsets, put)
+
+
+def _memory_of(model: nn.Module) -> Iterator[_Memory]:
     for path, module in model.named_modules():
-        tensors = dict(module.named_parameters(recurse=False))
+        for name, parameter in module.named_parameters(recurse=False):
+            put = partial(_put_parameter, module, name)
+            yield f"{path}.{name}", f"parameter {parameter.dtype}", [parameter.data], put
         if isinstance(module, PackedModule):
-            tensors["weight"] = module.weight.data
-        for name, tensor in tensors.items():
-            slot = _Slot(
-                module, name, f"{path}.{name}", tensor.data, -(-end // _ALIGNMENT) * _ALIGNMENT
-            )
-            end = slot.end
-            yield slot
+            weight = module.weight
+            yield f"{path}.weight", weight.describe(), weight.tensors(), partial(_put, module)
+
+
+def _put_parameter(module: nn.Module, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    (tensor,) = tensors
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _put(module: PackedModule, tensors: Sequence[torch.Tensor]) -> None:
+    module.weight = module.weight.with_tensors(tensors)
 
 
 def _key(slots: Sequence[_Slot], fingerprint: bytes) -> str:
     """Digest of all that the bytes of the file depend on."""
-    kinds = [
-        (slot.path, type(getattr(slot.module, slot.name)).__name__, slot.offset, slot.private.dtype)
-        for slot in slots
-    ]
+    kinds = [(slot.path, slot.kind, slot.offsets) for slot in slots]
     code = f"{__version__} {fingerprint_sources()} {kinds}"
     return xxhash.xxh3_128_hexdigest(fingerprint + code.encode())
 
@@ -189,7 +205,7 @@ def _write_file(path: Path, slots: Sequence[_Slot], fill: Callable[[], None]) ->
         _use(slots, written)
         return True
     for slot in slots:  # these pages could be changed by this process
-        slot.put(slot.view_in(pages).clone())
+        slot.put([view.clone() for view in slot.views_in(pages)])
     return False
 
 
@@ -217,4 +233,4 @@ def _use(slots: Sequence[_Slot], pages: mmap.mmap) -> None:
         with suppress(OSError):  # the file system has no large pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     for slot in slots:
-        slot.put(slot.view_in(pages))
+        slot.put(slot.views_in(pages))

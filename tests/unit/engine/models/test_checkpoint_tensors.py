@@ -3,22 +3,28 @@
 import pytest
 import torch
 
+import kernels
+from engine.models.expert_storage import ExpertStorage, expert_matrices
 from engine.models.layers import checkpoint_tensors
 from engine.models.linear import FusedLinear, GatedLinear
 from engine.models.tensor_parts import (
+    OneOfStack,
     OrderedRows,
     TensorPart,
+    TransposedRows,
+    fill,
     half_split_order,
     renamed_parts,
 )
 from engine.runtime.weights.loader import allocate_modules
 from kernels import Activation, Cut
+from kernels.formats import FORMATS
 
 WIDTH = 5
 HEAD = 4
 
 
-def fill(module, path, stored):
+def filled(module, path, stored):
     """Fills a module from tensors by name, and returns the matrix and the bias it computes with."""
     allocate_modules(module, torch.float32, torch.device("cpu"))
     for part in module.checkpoint_tensors(path):
@@ -48,11 +54,11 @@ def test_a_joined_tensor_fills_the_same_rows_as_separate_ones(rank, num_ranks):
         f"attn.qkv_proj.{kind}": torch.cat([apart[f"attn.{name}.{kind}"] for name in parts])
         for kind in ("weight", "bias")
     }
-    expected = fill(FusedLinear(WIDTH, parts, bias=True), "attn.qkv_proj", apart)
-    filled = fill(FusedLinear(WIDTH, parts, bias=True, is_joined=True), "attn.qkv_proj", joined)
-    assert all(map(torch.equal, filled, expected))
+    expected = filled(FusedLinear(WIDTH, parts, bias=True), "attn.qkv_proj", apart)
+    found = filled(FusedLinear(WIDTH, parts, bias=True, is_joined=True), "attn.qkv_proj", joined)
+    assert all(map(torch.equal, found, expected))
     matrix = torch.cat([apart[f"attn.{name}.weight"][cut.slice] for name, cut in parts.items()])
-    torch.testing.assert_close(filled[0], matrix, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[0], matrix, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("cut", [Cut.whole(6), Cut(6, 2, 5)])
@@ -82,7 +88,7 @@ def test_rows_of_some_layers_get_another_order(is_joined):
         f"attn.qkv.{kind}": torch.cat([kinds[name][kind] for name in parts])
         for kind in ("weight", "bias")
     }
-    matrix, bias = fill(module, "attn.qkv", stored)
+    matrix, bias = filled(module, "attn.qkv", stored)
     rows = [layers[name][cut.slice] for name, cut in parts.items()]
     expected = torch.cat([rows[0][[0, 2, 1, 3, 4, 6, 5, 7]], rows[1][[0, 2, 1, 3]], rows[2]])
     torch.testing.assert_close(matrix, expected, atol=1e-6, rtol=0)
@@ -113,3 +119,32 @@ def test_a_models_names_apply_to_all_of_its_tensors():
     kinds = ("weight", "bias")
     expected = [f"{name}.{kind}" for name in ("model.final_norm", "embed_out") for kind in kinds]
     assert list(tensors) == expected
+
+
+def rows_in_turn(gate, up):
+    targets = {"gate_proj": gate, "up_proj": up}
+    (part,) = expert_matrices(ExpertStorage.INTERLEAVED, "", Cut.whole(1), 0, targets)
+    return part.target
+
+
+@pytest.mark.parametrize(
+    "make_target",
+    [
+        lambda memory: memory,
+        lambda memory: OrderedRows(memory, half_split_order(4, 4)),
+        OneOfStack,
+        lambda memory: OneOfStack(OrderedRows(memory, half_split_order(4, 2))),
+        lambda memory: TransposedRows(memory.view(32, 8)),
+        lambda memory: rows_in_turn(memory[:4].view(16, 8), memory[4:].view(16, 8)),
+    ],
+)
+def test_targets_take_blocks_as_they_take_their_numbers(make_target):
+    """Each has 8 rows of 32 columns, also those that store them in another order."""
+    blocks = kernels.quantize_rows(torch.randn(8, 32), FORMATS["INT4_32"])
+    numbers = kernels.dequantize(blocks, torch.float32)
+    memory = torch.zeros(2, 8, 32)
+    fill(make_target(memory[0]), blocks)
+    target = make_target(memory[1])
+    fill(target, numbers.view(target.shape))
+    assert torch.equal(memory[0], memory[1])
+    assert memory[0].count_nonzero() == numbers.count_nonzero()
