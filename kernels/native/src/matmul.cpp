@@ -65,8 +65,9 @@ class WeightPanel {
     return panel;
   }
 
-  void next(typename E::Columns& first, typename E::Columns& second) {
-    panel_.next(first, second);
+  template <int vectors>
+  void next(typename E::Columns (&columns)[vectors]) {
+    panel_.next(columns);
     __builtin_prefetch(ahead_, 0, 2);
     __builtin_prefetch(ahead_ + kLineWords, 0, 2);
     ahead_ += step_;

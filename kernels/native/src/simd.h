@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -39,7 +39,17 @@ inline void store(T* to, V value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-inline Floats broadcast(float value) { return Floats{} + value; }
+// Loads the lanes at once. `Floats{} + value` would add and then shuffle: GCC keeps the sum, since
+// it turns -0 into 0.
+inline Floats broadcast(float value) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(value);
+#elif defined(__AVX__)
+  return (Floats)_mm256_set1_ps(value);
+#else
+  return Floats{value, value, value, value};
+#endif
+}
 
 inline Floats select(Masks which, Floats yes, Floats no) {
   return (Floats)(((Masks)yes & which) | ((Masks)no & ~which));

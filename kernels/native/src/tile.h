@@ -13,9 +13,18 @@ constexpr int kLineWords = 16;  // of a cache line
 // Rows of one tile: with a group of columns and an operand, their sums fill the registers.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
+#elif defined(__AVX__)
+constexpr int kTileRows = 5;
 #else
 constexpr int kTileRows = 4;
 #endif
+
+// Vectors of columns that a tile multiplies at once. With few rows, two would be too few sums for
+// the multiply-adds that a core can have under way, and a panel would be read in several passes.
+constexpr int tile_vectors(int rows) {
+  constexpr int kPanelVectors = kPanelColumns / kLanes;
+  return rows <= 2 && kPanelVectors >= 4 ? 4 : 2;
+}
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -34,10 +43,11 @@ class PackedPanel {
 
   PackedPanel from_column(int column) const { return PackedPanel(words_ + column); }
 
-  // The next group of 2 * kLanes columns.
-  void next(typename E::Columns& first, typename E::Columns& second) {
-    first = typename E::Columns(words_);
-    second = typename E::Columns(words_ + kLanes);
+  // The next group of `vectors` * kLanes columns.
+  template <int vectors>
+  void next(typename E::Columns (&columns)[vectors]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) columns[v] = typename E::Columns(words_ + v * kLanes);
     words_ += kPanelColumns;
   }
 
@@ -52,13 +62,13 @@ class PackedPanel {
 template <class E, class Panel, int rows, int group_stride, int row_stride>
 inline void multiply_tile(const typename E::Operand* left, Panel panel, int64_t num_groups,
                           float* out, int64_t out_stride, const float* scales) {
-  constexpr int kVectors = 2;
+  constexpr int kVectors = tile_vectors(rows);
   constexpr int kStride = group_stride == kPackedRows ? rows : group_stride;
   for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
     Floats sums[rows][kVectors];
 #pragma GCC unroll 16
     for (int row = 0; row < rows; ++row) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         float* place = out + row * out_stride + column + v * kLanes;
         sums[row][v] = scales ? load<Floats>(place) * broadcast(scales[row]) : Floats{};
@@ -68,19 +78,21 @@ inline void multiply_tile(const typename E::Operand* left, Panel panel, int64_t 
     const typename E::Operand* operands = left;
 #pragma GCC unroll 2
     for (int64_t group = 0; group < num_groups; ++group) {
-      typename E::Columns first, second;
-      columns.next(first, second);
+      typename E::Columns vectors[kVectors];
+      columns.next(vectors);
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         const typename E::Operand operand = operands[row * row_stride];
-        sums[row][0] = E::multiply_add(sums[row][0], first, operand);
-        sums[row][1] = E::multiply_add(sums[row][1], second, operand);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          sums[row][v] = E::multiply_add(sums[row][v], vectors[v], operand);
+        }
       }
       operands += kStride;
     }
 #pragma GCC unroll 16
     for (int row = 0; row < rows; ++row) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         store(out + row * out_stride + column + v * kLanes, sums[row][v]);
       }

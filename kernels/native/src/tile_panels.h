@@ -111,8 +111,14 @@ class CachedValues {
   }
 
   // The same as `PackedPanel::next`.
-  void next(typename E::Columns& first, typename E::Columns& second) {
-    E::interleave(now_[0].value + column_, now_[E::kGroup - 1].value + column_, first, second);
+  template <int vectors>
+  void next(typename E::Columns (&columns)[vectors]) {
+    const auto* even = now_[0].value + column_;
+    const auto* odd = now_[E::kGroup - 1].value + column_;
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v += 2) {
+      E::interleave(even + v * kLanes, odd + v * kLanes, columns[v], columns[v + 1]);
+    }
     now_ += E::kGroup;
     for (int64_t i = 0; i < num_fetched_; ++i, ++next_) fetch(next_->value + column_);
   }
