@@ -79,8 +79,8 @@ def _command(code: int, fields: str) -> CommandType:
     )
 
 
-LINEAR = _command(0, "i pi ii pi p pi ii dd wi i")
-TAKE_ROWS = _command(1, "i piii ii pi d pi w i")
+LINEAR = _command(0, "i pi ii pi p pi ii dd wi i ii")
+TAKE_ROWS = _command(1, "i piii ii pi d pi w i i")
 RMS_NORM = _command(2, "i pi ii p d i pi w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp dii pp i w iiiii p")
@@ -91,7 +91,7 @@ DRAW_TOKENS = _command(8, f"p ii pp {'p' * len(fields(DrawTable))} ppp ii w")
 REDUCE_RANKS = _command(9, "i i pii p pi d w")
 GATHER_COLUMNS = _command(10, "i pii w")
 ROUTE_EXPERTS = _command(11, "i pi ii ii p iii i d i ii wwww")
-EXPERT_LINEAR = _command(12, "i pi ii p iii p ii pp w")
+EXPERT_LINEAR = _command(12, "i pi ii p iii p ii pp w ii")
 COMBINE_EXPERTS = _command(13, "i piii pp ppi pi w i")
 GATE_ROWS = _command(15, "i pi pi ii i w")
 SHORT_CONV = _command(14, "ii pi ii pp piii i p w")
@@ -135,6 +135,11 @@ class NativeKernels:
         self.pack = functions.baton_pack
         self.pack.argtypes = (integer, address, *[integer] * 4, address, integer, integer)
         self.pack.restype = None
+        self.pack_blocks = functions.baton_pack_blocks
+        self.pack_blocks.argtypes = (integer, address, *[integer] * 3, address, integer, integer)
+        self.pack_blocks.restype = None
+        self.quantized_bytes = functions.baton_quantized_bytes
+        self.quantized_bytes.argtypes, self.quantized_bytes.restype = (integer,) * 3, integer
 
     def run(self, commands: bytes | int, count: int = 1) -> None:
         """Runs `count` packed commands, given as bytes or by their address, without the GIL.

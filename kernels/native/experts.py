@@ -98,6 +98,7 @@ def expert_linear(
         routing.rows.data_ptr() if gathers else 0,
         routing.starts.data_ptr(),
         out.data_ptr(),
+        *weight.template.form,
         keep=(hidden, routing.rows, routing.starts, out),
     )
     return out

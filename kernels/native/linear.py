@@ -124,5 +124,6 @@ def _linear(
         out.data_ptr(),
         out.stride(0),
         out.dtype == torch.float32,
+        *weight.form,
         keep=(rows, out),
     )

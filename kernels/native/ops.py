@@ -181,16 +181,20 @@ class _Table(NamedTuple):
         data: its memory.
         dtype: type of its rows.
         is_packed: whether it is in panels.
+        format: the code of its storage format in commands.
     """
 
     data: torch.Tensor
     dtype: torch.dtype
     is_packed: bool = False
+    format: int = 0
 
 
 def _table_of(weight: Weight) -> _Table:
     assert isinstance(weight, TensorWeight)
-    return _Table(weight.data, weight.dtype, isinstance(weight, PanelWeight))
+    if isinstance(weight, PanelWeight):
+        return _Table(weight.data, weight.dtype, is_packed=True, format=weight.form[0])
+    return _Table(weight.data, weight.dtype)
 
 
 def _take_rows(
@@ -232,6 +236,7 @@ def _take_rows(
         *residual_fields(addend),
         out.data_ptr(),
         out.dtype == torch.float32,
+        table.format,
         keep=(matrix,) if keeps_address else (matrix, out),
     )
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "formats.h"
 #include "rank_group.h"
 #include "thread_pool.h"
 
@@ -56,11 +57,11 @@ enum class Code : int64_t {
 // out[m][n] = cap(scale * activation(sum over k of input[m][k] * weight[n][k] + bias[n])) +
 // residual[m][n], where cap(x) = soft_cap * tanh(x / soft_cap)
 //
-// `weight` is packed (see pack.h). If it is gated, its columns are pairs of gate and up, 16 and 16
-// in each panel; activation(gate) * up takes the place of the activation, and `out` has half as
-// many columns.
+// `weight` is packed (see pack.h) or has a storage format (see formats.h). If it is gated, its
+// columns are pairs of gate and up, 16 and 16 in each panel; activation(gate) * up takes the place
+// of the activation, and `out` has half as many columns.
 struct Linear {
-  ElementType element;  // of input, weight, bias, residual
+  ElementType element;  // of input, packed weight, bias, residual
   const void* input;
   int64_t input_stride;
   int64_t num_rows;
@@ -77,18 +78,21 @@ struct Linear {
   void* out;
   int64_t out_stride;
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
+  Format format;         // of the weight
+  int64_t is_exact;      // whether weights with a storage format are rounded to the type `element`;
+                         // otherwise inputs are rounded to int8
 };
 
 // out[m] = row rows[m] - first_row of a weight, or of any matrix, * scale + addend[m]; zeros in
 // place of a row that it does not have
 //
-// A scale other than 1 and an addend need an `out` of the type `element`; the product is rounded
-// before the sum.
+// Elements with a storage format are rounded to the type `element`. A scale other than 1 and an
+// addend need an `out` of that type; the product is rounded before the sum.
 struct TakeRows {
   ElementType element;
   const void* matrix;
-  int64_t is_packed;   // whether the matrix is a packed weight; otherwise it is stored by rows
-  int64_t row_stride;  // of a matrix stored by rows
+  int64_t is_packed;   // whether the matrix consists of panels; otherwise it is stored by rows
+  int64_t row_stride;  // of a matrix stored by rows; in bytes if it has a storage format
   int64_t num_columns;
   int64_t first_row;
   int64_t num_matrix_rows;
@@ -99,6 +103,7 @@ struct TakeRows {
   int64_t addend_stride;
   void* out;             // [num_rows, num_columns]
   int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
+  Format format;         // of the matrix
 };
 
 // out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight + residual[m]
@@ -347,7 +352,7 @@ struct RouteExperts {
 // For each slot s of expert e: out[s] = activation(input[row of s] * weight[e] + bias[e]); the row
 // is rows[s], or s if `rows` is null. Weights and biases of experts follow each other.
 struct ExpertLinear {
-  ElementType element;  // of input, weight, bias and out
+  ElementType element;  // of input, packed weight, bias and out
   const void* input;
   int64_t input_stride;
   int64_t num_slots;
@@ -362,6 +367,8 @@ struct ExpertLinear {
   const int32_t* rows;
   const int32_t* starts;
   void* out;  // [num_slots, out_features]
+  Format format;  // of the weight, as in Linear
+  int64_t is_exact;
 };
 
 // out[m][h] = input[m][h] * weight[h], then the `num_copied` elements of input[m][h] behind those

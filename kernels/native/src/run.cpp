@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "blocks.h"
 #include "commands.h"
 #include "pack.h"
 
@@ -135,6 +136,20 @@ void baton_pack(int64_t element, const void* source, int64_t row_stride, int64_t
                 int64_t paired_part) {
   pack({static_cast<ElementType>(element), source, row_stride, column_stride, num_rows,
         num_columns, weight, first_row, paired_part});
+}
+
+// Packs rows of blocks [num_rows, row_bytes] into a weight with a storage format; see formats.h.
+void baton_pack_blocks(int64_t format, const void* source, int64_t row_bytes, int64_t num_rows,
+                       int64_t num_columns, void* weight, int64_t first_row,
+                       int64_t paired_part) {
+  pack_blocks({static_cast<Format>(format), static_cast<const uint8_t*>(source), row_bytes,
+               num_rows, num_columns, static_cast<uint8_t*>(weight), first_row, paired_part});
+}
+
+// Returns the bytes of a weight with a storage format, also of one that pairs two parts.
+int64_t baton_quantized_bytes(int64_t format, int64_t num_rows, int64_t num_columns) {
+  const int64_t num_panels = (num_rows + kPanelColumns - 1) / kPanelColumns;
+  return num_panels * geometry_of(static_cast<Format>(format)).panel_bytes(num_columns);
 }
 
 // Returns a rank's view of its group; null if the system refuses the memory. See rank_group.h.

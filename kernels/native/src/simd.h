@@ -115,6 +115,23 @@ inline uint16_t narrow(float value) {
   return static_cast<uint16_t>((bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16);
 }
 
+// float16 as float32; NaN stays NaN.
+inline Floats widen_half(Halves halves) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#else
+  const Words bits = __builtin_convertvector(halves, Words);
+  const Words magnitude = (bits & 0x7FFF) << 13;
+  // The exponent's bias is 112 less, also that of denormal numbers.
+  const Floats value = (Floats)magnitude * broadcast(5.192296858534828e33f);
+  const Words is_special = (Words)(magnitude >= 0x0F800000);  // infinite or NaN
+  return (Floats)((((Words)value & ~is_special) | ((magnitude | 0x7F800000) & is_special)) |
+                  (bits & 0x8000) << 16);
+#endif
+}
+
 // 2^x for x <= 0, to about 2e-7 of its value; 0 or nearly so below -126, NaN for NaN.
 inline Floats exp2_of_negative(Floats x) {
 #if defined(__AVX512F__)
