@@ -31,3 +31,16 @@ class BlockRows:
     def take(self, rows: torch.Tensor | slice) -> "BlockRows":
         """Returns the named rows, in their order."""
         return BlockRows(self.format, self.data[rows], self.num_columns)
+
+    def columns(self, start: int, stop: int) -> "BlockRows":
+        """Returns a range of the columns, whose bounds must be those of blocks."""
+        if start == 0 and stop == self.num_columns:
+            return self
+        kept, block = self.format.block_bytes, self.format.block
+        if block:
+            data = self.data[:, start // block * kept : stop // block * kept]
+        else:
+            width = self.format.bytes_per_column
+            codes = self.data[:, kept + start * width : kept + stop * width]
+            data = torch.cat((self.data[:, :kept], codes), dim=1)
+        return BlockRows(self.format, data, stop - start)

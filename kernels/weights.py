@@ -69,10 +69,17 @@ class RowsOfWeight(ABC):
     shape: tuple[int, ...]
     """Rows, and columns of a weight."""
     nbytes: int
+    group: int = 0
+    """Number of rows that must be copied together, which divides that of all; 0 for all."""
 
     @abstractmethod
     def copy_(self, source: torch.Tensor | BlockRows) -> object:
         """Copies `source`, of this shape and any floating dtype and strides, into the rows."""
+
+    def part(self, first: int, count: int) -> "torch.Tensor | RowsOfWeight":
+        """Returns rows `first` to `first + count`, which are whole groups."""
+        assert (first, count) == (0, self.shape[0])
+        return self
 
 
 @dataclass(frozen=True, slots=True)

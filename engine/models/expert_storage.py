@@ -1,6 +1,7 @@
 """The forms in which checkpoints store the matrices of experts, and their targets in a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -13,6 +14,8 @@ from engine.models.tensor_parts import (
     WeightTarget,
     as_numbers,
     fill,
+    group_of,
+    part_of,
 )
 from kernels import Cut, RowsOfWeight
 from kernels.block_rows import BlockRows
@@ -69,7 +72,8 @@ def expert_matrices(
     """
     if storage is ExpertStorage.EACH:
         for name, rows in parts.items():
-            yield TensorPart.whole(f"{path.rpartition('.')[0]}.{expert}.{name}.weight", rows)
+            stored = f"{path.rpartition('.')[0]}.{expert}.{name}.weight"
+            yield replace(TensorPart.whole(stored, rows), takes_blocks=True)
         return
     of_all = Cut(experts.total, expert, expert + 1)
     if storage is ExpertStorage.JOINED:
@@ -77,7 +81,7 @@ def expert_matrices(
         for rows in parts.values():
             of_expert = Cut(total, first, first + rows.shape[0])
             cuts = of_all, of_expert, Cut.whole(rows.shape[1])
-            yield TensorPart(path, OneOfStack(rows), cuts)
+            yield TensorPart(path, OneOfStack(rows), cuts, takes_blocks=True)
             first += rows.shape[0]
         return
     matrix = _RowsInTurn([*parts.values()])
@@ -130,6 +134,12 @@ class _RowsInTurn(RowsOfWeight):
         self.shape = (len(targets) * rows, *others)
         self.nbytes = sum(target.nbytes for target in targets)
         self._targets = targets
+        self.group = len(targets) if all(group_of(target) == 1 for target in targets) else 0
+
+    @override
+    def part(self, first: int, count: int) -> "_RowsInTurn":
+        bounds = first // len(self._targets), count // len(self._targets)
+        return _RowsInTurn([part_of(target, *bounds) for target in self._targets])
 
     @override
     def copy_(self, source: torch.Tensor | BlockRows) -> None:

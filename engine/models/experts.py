@@ -15,7 +15,7 @@ from typing_extensions import override
 import kernels
 from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig
 from engine.models.expert_storage import expert_biases, expert_matrices
-from engine.models.linear import FusedLinear, GatedLinear, Linear, PackedModule, cut_of
+from engine.models.linear import Forms, FusedLinear, GatedLinear, Linear, PackedModule, cut_of
 from engine.models.tensor_parts import StoredModule, TensorPart
 from kernels import Activation, Cut, RankGroup, Routing, WeightStack, WeightUse
 
@@ -44,9 +44,15 @@ class ExpertLinear(PackedModule):
         self.bias = nn.Parameter(torch.empty(bias_shape)) if config.has_biases else None
 
     @override
+    def take_forms(self, forms: Forms) -> bool:
+        """Takes forms if the matrices of all experts have one."""
+        return len({form for _, form in forms}) == 1 and super().take_forms(forms)
+
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         shape = self.experts.size, self._rows_per_expert, self.weight.num_columns
-        self.weight = kernels.make_weight_stack(*shape, dtype, device, self.weight.use)
+        ((_, form),) = self._forms
+        self.weight = kernels.make_weight_stack(*shape, dtype, device, self.weight.use, form)
 
     def forward(self, hidden: torch.Tensor, routing: Routing, *, gathers: bool) -> torch.Tensor:
         """Computes `[rows * top_k, width]` by slot; see `kernels.expert_linear`."""

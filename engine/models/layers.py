@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -213,6 +213,10 @@ class CausalModel(nn.Module, ABC):
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""
         return checkpoint_tensors(self, self.checkpoint_prefix, self.config.names)
 
+    def parts_by_module(self) -> Iterator[tuple[nn.Module, list[TensorPart]]]:
+        """Yields each module and the parts of `checkpoint_tensors` that are its own."""
+        return parts_by_module(self, self.checkpoint_prefix, self.config.names)
+
     def num_weights(self) -> int:
         """Returns the number of weights that this rank has."""
         parts = chain.from_iterable(self.checkpoint_tensors().values())
@@ -254,11 +258,19 @@ def checkpoint_tensors(
         names: the family's names of modules, see `ModelConfig.names`.
     """
     tensors: dict[str, list[TensorPart]] = {}
-    for path, submodule in module.named_modules():
-        full_path = path if path == "lm_head" else prefix + path
-        for part in renamed_parts(_parts_of(submodule, full_path), names):
+    for _, parts in parts_by_module(module, prefix, names):
+        for part in parts:
             tensors.setdefault(part.name, []).append(part)
     return tensors
+
+
+def parts_by_module(
+    module: nn.Module, prefix: str = "", names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[nn.Module, list[TensorPart]]]:
+    """Yields each submodule and the parts that it has itself; arguments as `checkpoint_tensors`."""
+    for path, submodule in module.named_modules():
+        full_path = path if path == "lm_head" else prefix + path
+        yield submodule, list(renamed_parts(_parts_of(submodule, full_path), names))
 
 
 def _parts_of(module: nn.Module, path: str) -> Iterable[TensorPart]:

@@ -8,8 +8,9 @@ before attention and activations have a range of outputs, those after them a ran
 results are added up over the ranks. Sums are in float32 and rounded once, as on one rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +20,19 @@ from typing_extensions import override
 
 import kernels
 from engine.models.tensor_parts import OrderedRows, StoredModule, TensorPart, transposed_parts
-from kernels import Activation, Cut, RankGroup, Weight, WeightUse
+from kernels import (
+    Activation,
+    Cut,
+    QuantizedForm,
+    RankGroup,
+    SegmentedWeight,
+    Weight,
+    WeightUse,
+)
 
 __all__ = [
     "Embedding",
+    "Forms",
     "FusedLinear",
     "GatedLinear",
     "Linear",
@@ -33,6 +43,8 @@ __all__ = [
     "cut_of",
 ]
 
+Forms = Sequence[tuple[int, QuantizedForm | None]]
+"""The forms of a weight's rows: (number of rows, their form, which is None for dense rows)."""
 _NO_ORDERS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -57,11 +69,46 @@ class PackedModule(StoredModule):
         super().__init__()
         meta = torch.device("meta")
         self.weight: Weight = kernels.make_weight(num_rows, num_columns, torch.float32, meta, use)
+        self._forms: Forms = [(num_rows, None)]
+
+    def take_forms(self, forms: Forms) -> bool:
+        """Sets the forms in which `allocate` makes the weight.
+
+        Args:
+            forms: of all rows in their order, those of one tensor of the checkpoint after another.
+
+        Returns:
+            Whether the weight can have them; otherwise nothing was changed.
+        """
+        merged = _merged(forms)
+        is_gated = self.weight.use is WeightUse.GATED_LINEAR
+        if len(merged) > 1 and is_gated and not _are_halves(merged):
+            return False
+        self._forms = merged
+        return True
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates the weight, uninitialized."""
-        shape = self.weight.num_rows, self.weight.num_columns
-        self.weight = kernels.make_weight(*shape, dtype, device, self.weight.use)
+        num_rows, num_columns, use = self.weight.num_rows, self.weight.num_columns, self.weight.use
+        if len(self._forms) == 1:
+            form = self._forms[0][1]
+            self.weight = kernels.make_weight(num_rows, num_columns, dtype, device, use, form)
+            return
+        segments = [
+            kernels.make_weight(rows, num_columns, dtype, device, WeightUse.LINEAR, form)
+            for rows, form in self._forms
+        ]
+        self.weight = SegmentedWeight(num_rows, num_columns, use, tuple(segments))
+
+
+def _merged(forms: Forms) -> Forms:
+    """Joins neighbours of one form."""
+    groups = groupby(forms, key=lambda rows_and_form: rows_and_form[1])
+    return [(sum(rows for rows, _ in group), form) for form, group in groups]
+
+
+def _are_halves(forms: Forms) -> bool:
+    return len(forms) == 2 and forms[0][0] == forms[1][0]
 
 
 class Embedding(PackedModule):
@@ -108,7 +155,8 @@ class Embedding(PackedModule):
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
         rows = self.weight.rows(0, self.weight.num_rows)
-        yield TensorPart(f"{path}.weight", rows, (self._tokens, Cut.whole(self.weight.num_columns)))
+        cuts = self._tokens, Cut.whole(self.weight.num_columns)
+        yield TensorPart(f"{path}.weight", rows, cuts, takes_blocks=True)
 
 
 class PositionTable(PackedModule):
@@ -134,7 +182,7 @@ class PositionTable(PackedModule):
         total = self._num_unused + num_positions
         rows = self.weight.rows(0, num_positions)
         cuts = Cut(total, self._num_unused, total), Cut.whole(width)
-        yield TensorPart(f"{path}.weight", rows, cuts)
+        yield TensorPart(f"{path}.weight", rows, cuts, takes_blocks=True)
 
 
 class Linear(PackedModule):
@@ -189,7 +237,8 @@ class Linear(PackedModule):
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
         rows = self.weight.rows(0, self.outputs.size)
-        yield TensorPart(f"{path}.weight", rows, (self.outputs, self.inputs))
+        cuts = self.outputs, self.inputs
+        yield TensorPart(f"{path}.weight", rows, cuts, takes_blocks=True)
         if self.bias is not None:
             yield TensorPart(f"{path}.bias", self.bias, (self.outputs,))
 
@@ -260,7 +309,7 @@ class _JoinedLayers(PackedModule):
     def _tensors(self, prefix: str, first: int, stored: Cut) -> Iterator[TensorPart]:
         """Yields the rows from `first` on of weight and bias, which are the rows `stored` there."""
         rows = self.weight.rows(first, stored.size)
-        yield TensorPart(f"{prefix}weight", rows, (stored, self.inputs))
+        yield TensorPart(f"{prefix}weight", rows, (stored, self.inputs), takes_blocks=True)
         if self.bias is not None:
             yield TensorPart(f"{prefix}bias", self.bias[first : first + stored.size], (stored,))
 

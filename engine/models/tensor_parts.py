@@ -27,8 +27,10 @@ __all__ = [
     "WeightTarget",
     "as_numbers",
     "fill",
+    "group_of",
     "grouped_order",
     "half_split_order",
+    "part_of",
     "renamed_parts",
     "stored_name",
     "transposed_parts",
@@ -47,12 +49,15 @@ class TensorPart:
         target: the place for the part.
         cuts: per axis of the tensor, the range that the part is.
         is_quantized: whether the tensor has bytes that the target makes numbers of.
+        takes_blocks: whether the target is rows of a `PackedModule`, of whose weight these parts
+            are all rows in their order, and which may be blocks.
     """
 
     name: str
     target: WeightTarget
     cuts: tuple[Cut, ...]
     is_quantized: bool = False
+    takes_blocks: bool = False
 
     @classmethod
     def whole(cls, name: str, target: WeightTarget) -> "TensorPart":
@@ -78,6 +83,20 @@ class TensorPart:
     def index(self) -> tuple[slice, ...]:
         """The part as an index of the whole tensor."""
         return tuple(cut.slice for cut in self.cuts)
+
+    def pieces(self, num_elements: int) -> Iterator["TensorPart"]:
+        """Yields parts of it, of at most so many elements if its target can be divided."""
+        group = group_of(self.target)
+        if len(self.cuts) != 2 or not group:
+            yield self
+            return
+        rows, columns = self.cuts
+        step = max(1, num_elements // max(1, columns.size) // group) * group
+        for first in range(0, rows.size, step):
+            count = min(step, rows.size - first)
+            cut = Cut(rows.total, rows.start + first, rows.start + first + count)
+            target = part_of(self.target, first, count)
+            yield replace(self, target=target, cuts=(cut, columns))
 
 
 class StoredModule(nn.Module, ABC):
@@ -108,6 +127,7 @@ class OrderedRows(RowsOfWeight):
     def __init__(self, target: WeightTarget, order: torch.Tensor) -> None:
         self.shape, self.nbytes = tuple(target.shape), target.nbytes
         self._target, self._order = target, order
+        self.group = len(order) if group_of(target) == 1 else 0
 
     @override
     def copy_(self, source: torch.Tensor | BlockRows) -> None:
@@ -118,6 +138,10 @@ class OrderedRows(RowsOfWeight):
         groups = source.view(-1, len(self._order), *source.shape[1:])
         ordered = groups.index_select(1, self._order.to(source.device))
         self._target.copy_(ordered.flatten(0, 1))
+
+    @override
+    def part(self, first: int, count: int) -> "OrderedRows":
+        return OrderedRows(part_of(self._target, first, count), self._order)
 
 
 class OneOfStack(RowsOfWeight):
@@ -151,6 +175,18 @@ class TransposedRows(RowsOfWeight):
     @override
     def copy_(self, source: torch.Tensor | BlockRows) -> None:
         self._target.copy_(as_numbers(source).t())
+
+
+def group_of(target: WeightTarget) -> int:
+    """Returns the number of rows of a target that must be copied together; 0 for all."""
+    return 1 if isinstance(target, torch.Tensor) else target.group
+
+
+def part_of(target: WeightTarget, first: int, count: int) -> WeightTarget:
+    """Returns rows `first` to `first + count` of a target, which are whole groups."""
+    if isinstance(target, torch.Tensor):
+        return target[first : first + count]
+    return target.part(first, count)
 
 
 def fill(target: WeightTarget, source: torch.Tensor | BlockRows) -> None:

@@ -83,6 +83,8 @@ class PanelWeight(TensorWeight):
 
 
 class _PanelRows(RowsOfWeight):
+    group = 1
+
     def __init__(self, weight: PanelWeight, first: int, part: int, shape: tuple[int, int]) -> None:
         self.shape = shape
         self.nbytes = shape[0] * weight.bytes_per_row
@@ -93,6 +95,11 @@ class _PanelRows(RowsOfWeight):
         if tuple(source.shape) != self.shape:
             raise ValueError(f"source has shape {tuple(source.shape)}, not {self.shape}")
         self._weight.pack(source, self._first, self._part)
+
+    @override
+    def part(self, first: int, count: int) -> "_PanelRows":
+        shape = count, self.shape[1]
+        return _PanelRows(self._weight, self._first + first, self._part, shape)
 
 
 @dataclass(frozen=True, slots=True)

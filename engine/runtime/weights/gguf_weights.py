@@ -1,7 +1,8 @@
 """Reads the weights of a GGUF file, under the names of a checkpoint, a few rows at a time.
 
-Quantized weights are dequantized. Of a tensor the host holds the result, in the type that the
-model computes in, and the rows under way; never the whole in another type.
+Matrices in a storage format of `kernels.formats` are read as they are; those in other types are
+dequantized. Of these the host holds the result, in the type that the model computes in, and the
+rows under way; never the whole in another type.
 """
 
 import math
@@ -9,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +23,9 @@ from baton.common.model_files.gguf.architectures import architecture_of
 from baton.common.model_files.gguf.header import GgufHeader, GgufTensor
 from baton.common.model_files.gguf.rope import FACTOR_TENSORS
 from baton.common.model_files.gguf.values import HeaderValues
+from engine.runtime.weights.file_reader import FileReader
+from kernels.block_rows import BlockRows
+from kernels.formats import GGML_FORMATS, WeightFormat
 
 __all__ = ["GgufWeights"]
 
@@ -71,7 +76,7 @@ class GgufWeights:
         values = HeaderValues(header, header.metadata["general.architecture"])
         self._orders = self._architecture.orders(values)
         drafting = range(values.num_layers, values.num_blocks)
-        self._data: dict[Path, _Bytes] = {}
+        self._reader = FileReader()
         self._places: dict[str, _Place] = {}
         for name, tensor in header.tensors.items():
             layer = _name_of(name).layer
@@ -86,15 +91,22 @@ class GgufWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._data
+        self._reader.close()
 
     def keys(self) -> list[str]:
         """Returns the tensors' names, as in a checkpoint."""
         return list(self._places)
 
     def get_slice(self, name: str) -> "_Description":
-        """Returns the type and the shape of what `get_tensor` returns; an index reads a part."""
-        return _Description(self._places[name].shape, partial(self._read_part, name))
+        """Returns a tensor's type and shape; an index reads a part: `BlockRows` of a matrix in a
+        storage format, otherwise numbers.
+        """
+        place = self._places[name]
+        weight_format = self._format_of(place)
+        if weight_format is None:
+            return _Description(place.shape, "F32", partial(self._read_part, name))
+        read = partial(self._read_blocks, place, weight_format)
+        return _Description(place.shape, weight_format.name, read)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Reads and dequantizes a tensor."""
@@ -119,14 +131,14 @@ class GgufWeights:
     def _read_rows(self, place: _Place, rows: slice | _Numbers) -> torch.Tensor:
         """Returns rows of a place's tensors in the file as the checkpoint's numbers."""
         if isinstance(rows, slice) or len(place.names) == 1:  # a place with several has an order
-            return self._dequantize(place.names[0], self._rows(place)[rows], place.columns)
+            return self._dequantize(place.names[0], self._read_bytes(place, rows), place.columns)
         numbers = torch.empty(len(rows), place.columns)
         first = 0
         for name in place.names:
             shape = self._header.tensors[name].shape
             (here,) = np.nonzero((rows >= first) & (rows < first + shape[0]))
             if len(here):
-                stored = self._rows(_Place((name,), shape))[rows[here] - first]
+                stored = self._read_bytes(_Place((name,), shape), rows[here] - first)
                 numbers[here] = self._dequantize(name, stored, place.columns)
             first += shape[0]
         return numbers
@@ -140,19 +152,46 @@ class GgufWeights:
         convert = self._architecture.conversions.get(part)
         return (numbers if convert is None else convert(numbers)).view(-1, columns)
 
-    def _rows(self, place: _Place) -> _Bytes:
-        """Returns the stored bytes, `[rows, bytes per row]`; a vector has a row per element."""
+    def _read_blocks(
+        self, place: _Place, weight_format: WeightFormat, index: tuple[slice, ...]
+    ) -> BlockRows:
+        """Reads a part of a matrix as blocks; its columns are whole blocks."""
+        rows, columns = (range(size)[part] for size, part in zip(place.shape, index, strict=True))
+        order = self._order_of_rows(place)
+        part = slice(rows.start, rows.stop)
+        stored = self._read_bytes(place, part if order is None else order[part])
+        blocks = BlockRows(weight_format, torch.from_numpy(stored), place.columns)
+        return blocks.columns(columns.start, columns.stop)
+
+    def _format_of(self, place: _Place) -> WeightFormat | None:
+        """Returns the format in which a matrix can be read; None if it has to be dequantized."""
+        part = _name_of(place.names[0]).part
+        is_changed = (
+            part in self._architecture.conversions or self._order_of(place.names[0]).columns
+        )
+        if is_changed or len(place.names) > 1 or len(place.shape) != 2:
+            return None
+        return GGML_FORMATS.get(self._header.tensors[place.names[0]].type_id)
+
+    def _read_bytes(self, place: _Place, rows: slice | _Numbers) -> _Bytes:
+        """Reads rows as they are stored, `[rows, bytes per row]`; a vector has a row per element.
+
+        Args:
+            place: the place of the tensor in one of the file's.
+            rows: a range of its rows, or their numbers, each once.
+        """
         tensor = self._header.tensors[place.names[0]]
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
         row_bytes = place.columns // block * block_bytes
-        start = tensor.offset + place.first // block * block_bytes
-        end = start + place.shape[0] * row_bytes
-        return self._bytes_of(tensor.file)[start:end].reshape(place.shape[0], row_bytes)
-
-    def _bytes_of(self, file: Path) -> _Bytes:
-        if file not in self._data:
-            self._data[file] = np.memmap(file, mode="r")
-        return self._data[file]
+        first = tensor.offset + place.first // block * block_bytes
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.sort(rows)
+        stored = np.empty((len(numbers), row_bytes), np.uint8)
+        ends = [*(np.flatnonzero(np.diff(numbers) != 1) + 1), len(numbers)]
+        for start, end in pairwise([0, *ends]):
+            if start < end:
+                memory = stored[start:end].reshape(-1).data
+                self._reader.read(tensor.file, first + int(numbers[start]) * row_bytes, memory)
+        return stored if isinstance(rows, slice) else stored[np.searchsorted(numbers, rows)]
 
     def _places_of(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, _Place]]:
         """Yields the checkpoint's name and the place of each tensor that one of the file has."""
@@ -210,7 +249,7 @@ class GgufWeights:
         if 0 in shape or ([1, *shape[1:]][-1]) % block:
             raise self._header.refuse(f"tensor {name} has shape {shape}, which its type has not")
         num_bytes = shape[0] * columns // block * block_bytes
-        if tensor.offset + num_bytes > len(self._bytes_of(tensor.file)):
+        if tensor.offset + num_bytes > tensor.file.stat().st_size:
             raise self._header.refuse(f"it ends within tensor {name}")
 
     def _check_order(self, place: _Place) -> None:
@@ -269,15 +308,16 @@ class _Description:
     """The type and the shape of a tensor."""
 
     shape: tuple[int, ...]
-    read: Callable[[tuple[slice, ...]], torch.Tensor]
+    dtype: str
+    read: Callable[[tuple[slice, ...]], torch.Tensor | BlockRows]
 
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor | BlockRows:
         """Reads a part of the tensor: a slice per axis, each in steps of one."""
         return self.read(index)
 
     def get_dtype(self) -> str:
-        """Returns safetensors' name of a type that the dequantized tensor has."""
-        return "F32"
+        """Returns the name of a storage format, or safetensors' name of a type of numbers."""
+        return self.dtype
 
     def get_shape(self) -> list[int]:
         """Returns the shape."""

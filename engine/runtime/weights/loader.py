@@ -3,10 +3,10 @@
     lay out on the meta device -> check every name and shape -> allocate -> copy
 
 Nothing is allocated until the files' headers agree with the model. Each
-parameter is allocated once, in its final type and memory order; each checkpoint
-tensor is copied from the memory-mapped file into its part, or to a GPU through
-two small buffers (`weight_upload`). There is never a second copy of the model.
-Tensors of a GGUF file are dequantized one after another (`gguf_weights`).
+parameter is allocated once, in its final form and memory order; each checkpoint
+tensor is read piece by piece into its part, or to a GPU through two small
+buffers (`weight_upload`). There is never a second copy of the model. Quantized
+weights keep their format if kernels serve it (`format_plan`).
 
 `--load-format dummy` draws random weights on the device instead, and needs no file but
 config.json. It is for measuring speed, which does not depend on the weights' values.
@@ -23,6 +23,7 @@ import xxhash
 from torch import nn
 from tqdm import tqdm
 
+import kernels
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.gguf import GgufFile
 from engine.kv_cache.spec import LayerGroups, group_layers
@@ -34,6 +35,7 @@ from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget, f
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
+from engine.runtime.weights.format_plan import FormatPlan, plan_formats
 from engine.runtime.weights.shared_weights import share_weights
 from engine.runtime.weights.stored_tensors import (
     OpenFile,
@@ -42,6 +44,7 @@ from engine.runtime.weights.stored_tensors import (
     read_headers,
 )
 from engine.runtime.weights.weight_upload import StoredTensor, locate_tensors, upload
+from kernels.block_rows import BlockRows
 
 __all__ = [
     "LoadedModel",
@@ -55,6 +58,7 @@ __all__ = [
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
+_PIECE_ELEMENTS = 2**21  # eight mebibytes of float32
 _DUMMY_SEED = 0
 _DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps activations finite
 
@@ -109,6 +113,7 @@ def load_model(
     weights_folder: str | None = None,
     part: ModelPart = WHOLE_MODEL,
     max_model_len: int | None = None,
+    quantized_compute: str = "exact",
     why_no_states: str = "models with such layers are not supported",
 ) -> LoadedModel:
     """Loads a model for inference.
@@ -124,6 +129,8 @@ def load_model(
         part: the part of the model that this process computes.
         max_model_len: the longest sequence that is served; None for the model's limit. Rotary
             embeddings that are scaled by LongRoPE depend on it.
+        quantized_compute: how quantized weights are computed where kernels can: "exact", as the
+            dense weights of their numbers, or "fast", with inputs rounded to eight bits.
         why_no_states: why a model with recurrent layers is refused, for the error; empty if the
             caller keeps their states.
 
@@ -155,12 +162,17 @@ def load_model(
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     shares_weights = weights_folder is not None and device.type == "cpu"
-    weight_bytes = model.num_weights() * weights_dtype.itemsize
-    if device.type == "cpu":
+    plan = FormatPlan()
+    if stored is not None:
+        served = kernels.served_formats(device, weights_dtype)
+        is_fast = quantized_compute == "fast"
+        plan = plan_formats(model, stored.format_of, served, is_fast=is_fast)
+        plan.log(weights_dtype.itemsize)
+    weight_bytes = _allocate(model, weights_dtype, device, path_or_name)
+    if device.type == "cpu":  # memory that is not yet written is not yet taken
         check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
-    _allocate(model, weights_dtype, device, path_or_name)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
-    if variant := model.config.kv_variant:
+    if variant := f"{model.config.kv_variant}{'fast' if plan.is_fast else ''}":
         fingerprint = bytes(xxhash.xxh3_128_digest(fingerprint + variant.encode()))
 
     def fill() -> None:
@@ -219,8 +231,8 @@ def _match_tensors(
     return matches
 
 
-def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Allocates memory for the weights of the model.
+def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> int:
+    """Allocates memory for the weights of the model, and returns their bytes.
 
     Raises:
         ConfigurationError: the device does not have that much memory; names the model `name`.
@@ -233,6 +245,9 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
             f"cannot allocate {num_elements * dtype.itemsize // _MEBIBYTE} MiB on {device} for the "
             f"weights of {name}; load a smaller --model, or a smaller --dtype"
         ) from error
+    packed = (module for module in model.modules() if isinstance(module, PackedModule))
+    num_bytes = sum(module.weight.nbytes for module in packed)
+    return num_bytes + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -289,22 +304,25 @@ def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, We
 
 def _read_parts(
     parts: _Parts, matches: list[_Match], open_file: OpenFile
-) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
-    """Yields (target, its elements), file by file; safetensors files are memory-mapped, and only
-    the parts are read.
-    """
+) -> Iterator[tuple[WeightTarget, torch.Tensor | BlockRows]]:
+    """Yields (target, its rows), file by file and piece by piece; only the parts are read."""
     for file in dict.fromkeys(match[0] for match in matches):
         with open_file(file) as tensors:
             for other_file, name, expected in matches:
                 if other_file == file:
                     for part in parts[expected]:
-                        yield part.target, _read_part(tensors, name, part)
+                        yield from _read_part(tensors, name, part)
 
 
-def _read_part(tensors: Any, name: str, part: TensorPart) -> torch.Tensor:
-    read: torch.Tensor
-    read = tensors.get_tensor(name) if part.is_whole else tensors.get_slice(name)[part.index]
-    return read
+def _read_part(
+    tensors: Any, name: str, part: TensorPart
+) -> Iterator[tuple[WeightTarget, torch.Tensor | BlockRows]]:
+    if not part.cuts:
+        yield part.target, tensors.get_tensor(name)
+        return
+    stored = tensors.get_slice(name)
+    for piece in part.pieces(_PIECE_ELEMENTS):
+        yield piece.target, stored[piece.index]
 
 
 def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> OpenFile:

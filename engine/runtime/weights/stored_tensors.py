@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import has_file
 from engine.models.layers import OUTPUT_HEAD, CausalModel
-from engine.models.tensor_parts import TensorPart
+from engine.models.tensor_parts import TensorPart, as_numbers
+from kernels.block_rows import BlockRows
+from kernels.formats import FORMATS, WeightFormat
 
 __all__ = [
     "OpenFile",
@@ -78,7 +80,7 @@ class StoredEntry:
     Attributes:
         file: the file.
         name: the tensor's name in the file.
-        dtype: safetensors' name of its type.
+        dtype: safetensors' name of its type, or that of its storage format.
         shape: its shape.
     """
 
@@ -86,6 +88,11 @@ class StoredEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """Its storage format; None for numbers and other types."""
+        return FORMATS.get(self.dtype)
 
 
 class StoredTensors:
@@ -161,7 +168,8 @@ class StoredTensors:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        if (entry.dtype != _BYTES) if part.is_quantized else (entry.dtype not in _FLOAT_DTYPES):
+        is_readable = entry.dtype in _FLOAT_DTYPES or entry.format is not None
+        if (entry.dtype != _BYTES) if part.is_quantized else not is_readable:
             raise ConfigurationError(
                 f"{entry.file}: tensor {entry.name} is {entry.dtype}; "
                 "quantized weights are not supported"
@@ -172,6 +180,13 @@ class StoredTensors:
                 f"config.json asks for {list(shape)}"
             )
         return entry.file, entry.name
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Returns the storage format of a tensor, by the model's name for it; None if it has none
+        or is not stored.
+        """
+        entry = self._entries.get(name)
+        return None if entry is None else entry.format
 
     def _add(self, name: str, entry: StoredEntry) -> None:
         """Adds a tensor; of two with the same name the later one counts."""
@@ -186,13 +201,18 @@ class StoredTensors:
             )
 
     def _are_equal(self, first: StoredEntry, second: StoredEntry) -> bool:
-        if first.shape != second.shape or not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
+        if first.shape != second.shape or first.format != second.format:
+            return False
+        if first.format is None and not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
             return False
         with self._open_file(first.file) as one, self._open_file(second.file) as other:
             parts = zip(_rows(one, first), _rows(other, second), strict=True)
-            return all(
-                torch.equal(rows.to(self._dtype), like.to(self._dtype)) for rows, like in parts
-            )
+            return all(self._are_same(rows, like) for rows, like in parts)
+
+    def _are_same(self, rows: torch.Tensor | BlockRows, like: torch.Tensor | BlockRows) -> bool:
+        if isinstance(rows, BlockRows) and isinstance(like, BlockRows):
+            return torch.equal(rows.data, like.data)
+        return torch.equal(as_numbers(rows).to(self._dtype), as_numbers(like).to(self._dtype))
 
 
 class _Names:
@@ -281,11 +301,11 @@ def read_headers(files: Iterable[Path], open_file: OpenFile) -> Iterator[StoredE
                 yield StoredEntry(file, name, stored.get_dtype(), tuple(stored.get_shape()))
 
 
-def _rows(tensors: Any, entry: StoredEntry) -> Iterator[torch.Tensor]:
+def _rows(tensors: Any, entry: StoredEntry) -> Iterator[torch.Tensor | BlockRows]:
     """Yields a tensor's rows, some at a time; one without axes, or with empty ones, as it is."""
     if not all(entry.shape) or not entry.shape:
         yield tensors.get_tensor(entry.name)
         return
-    stored = tensors.get_slice(entry.name)
+    stored, others = tensors.get_slice(entry.name), [slice(0, size) for size in entry.shape[1:]]
     for start in range(0, entry.shape[0], _COMPARED_ROWS):
-        yield stored[(slice(start, min(start + _COMPARED_ROWS, entry.shape[0])),)]
+        yield stored[(slice(start, min(start + _COMPARED_ROWS, entry.shape[0])), *others)]

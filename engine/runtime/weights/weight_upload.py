@@ -9,20 +9,19 @@ Format of the files: https://huggingface.co/docs/safetensors
 """
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from baton.common.errors import ConfigurationError
 from baton.common.file_access import unreadable
 from engine.models.tensor_parts import WeightTarget
+from engine.runtime.weights.file_reader import FileReader
 from kernels import Cut
 
 __all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
@@ -156,7 +155,7 @@ def upload(
     """
     buffers = [make_buffer(buffer_bytes, device) for _ in range(_NUM_BUFFERS)]
     sources = [stored for stored, _ in weights]
-    with _Files() as files, ThreadPoolExecutor(1, "weights-reader") as reader:
+    with FileReader() as files, ThreadPoolExecutor(1, "weights-reader") as reader:
         landing = torch.empty(0, dtype=torch.uint8, device=device)
         for piece, buffer in _read_ahead(sources, buffers, files, reader):
             stored, target = weights[piece.tensor]
@@ -173,7 +172,7 @@ def upload(
 def _read_ahead(
     sources: Sequence[StoredTensor],
     buffers: Sequence[HostBuffer],
-    files: "_Files",
+    files: FileReader,
     reader: ThreadPoolExecutor,
 ) -> Iterator[tuple[_Piece, HostBuffer]]:
     """Yields each piece in a buffer. The caller sends it before it requests the next one."""
@@ -183,7 +182,7 @@ def _read_ahead(
         if len(waiting) == len(buffers):
             yield _filled(*waiting.popleft())
         buffer, stored = next(buffers_in_turn), sources[piece.tensor]
-        waiting.append((piece, buffer, reader.submit(files.read, stored, piece, buffer)))
+        waiting.append((piece, buffer, reader.submit(_read, files, stored, piece, buffer)))
     while waiting:
         yield _filled(*waiting.popleft())
 
@@ -201,38 +200,8 @@ def _pieces(sources: Sequence[StoredTensor], most_bytes: int) -> Iterator[_Piece
             yield _Piece(index, start, min(most_bytes, stored.num_bytes - start))
 
 
-class _Files:
-    """Reads from files, and keeps the last one open."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._open: BinaryIO | None = None
-
-    def read(self, stored: StoredTensor, piece: _Piece, buffer: HostBuffer) -> None:
-        """Reads a piece into a buffer, after the device has copied its former content."""
-        buffer.wait()
-        view = buffer.memory.numpy().data[: piece.num_bytes]
-        offset = stored.offset + piece.start
-        try:
-            descriptor = self._open_descriptor(stored.file)
-            while view:
-                num_read = os.preadv(descriptor, [view], offset)
-                if not num_read:
-                    raise ConfigurationError(f"{stored.file} ends before its last tensor does")
-                view, offset = view[num_read:], offset + num_read
-        except OSError as error:
-            raise ConfigurationError(f"{stored.file} cannot be read: {error}") from error
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._open is not None:
-            self._open.close()
-
-    def _open_descriptor(self, path: Path) -> int:
-        if self._open is None or path != self._path:
-            if self._open is not None:
-                self._open.close()
-            self._path, self._open = path, path.open("rb", buffering=0)
-        return self._open.fileno()
+def _read(files: FileReader, stored: StoredTensor, piece: _Piece, buffer: HostBuffer) -> None:
+    """Reads a piece into a buffer, after the device has copied its former content."""
+    buffer.wait()
+    memory = buffer.memory.numpy().data[: piece.num_bytes]
+    files.read(stored.file, stored.offset + piece.start, memory)
