@@ -23,11 +23,13 @@ __all__ = [
     "DTYPES",
     "GRAMMAR_BACKENDS",
     "KV_CACHE_DTYPES",
+    "QUANTIZED_COMPUTE",
     "EngineConfig",
 ]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZED_COMPUTE = ("exact", "fast")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
@@ -64,6 +66,12 @@ class EngineConfig:
         "auto",
         "auto reads the checkpoint's weights; dummy makes random weights from config.json alone",
         choices=("auto", "dummy"),
+    )
+    quantized_compute: str = flag(
+        "exact",
+        "how quantized weights are computed on a CPU: exact, as if they were stored in --dtype; "
+        "fast, with inputs rounded to eight bits; prefill and decode need the same",
+        choices=QUANTIZED_COMPUTE,
     )
     kv_cache_dtype: str = flag(
         "auto",

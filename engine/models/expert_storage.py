@@ -19,15 +19,13 @@ from engine.models.tensor_parts import (
 )
 from kernels import Cut, RowsOfWeight
 from kernels.block_rows import BlockRows
+from kernels.formats import FORMATS
 
 __all__ = ["ExpertStorage", "expert_biases", "expert_matrices"]
 
 _GATE_UP = "experts.gate_up_proj"
 _FIRST_GATE = ".experts.0.gate_proj.weight"
-_MXFP4_BLOCK = 32  # numbers that share a scale
-_SCALE_BIAS = 127
-# By the lowest three of a number's four bits; the highest one is the sign.
-_MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4 = FORMATS["MXFP4"]
 
 
 class ExpertStorage(Enum):
@@ -88,10 +86,15 @@ def expert_matrices(
     if storage is ExpertStorage.INTERLEAVED:
         yield _of_expert(path, TransposedRows(matrix), of_all)
         return
-    dequantized = _Mxfp4Matrix(matrix)
+    quantized = _Mxfp4Matrix(matrix)
+    takes_blocks = matrix.shape[1] % _MXFP4.block == 0
     # The scales are small, so they and not the blocks wait in memory.
-    yield _of_expert(f"{path}_scales", dequantized.scales, of_all, is_quantized=True)
-    yield _of_expert(f"{path}_blocks", dequantized.blocks, of_all, is_quantized=True)
+    yield replace(_of_expert(f"{path}_scales", quantized.scales, of_all), is_quantized=True)
+    yield replace(
+        _of_expert(f"{path}_blocks", quantized.blocks, of_all),
+        is_quantized=True,
+        takes_blocks=takes_blocks,
+    )
 
 
 def expert_biases(
@@ -115,11 +118,9 @@ def expert_biases(
     yield _of_expert(f"{path}_bias", _RowsInTurn([*parts.values()]), of_all)
 
 
-def _of_expert(
-    name: str, target: WeightTarget, of_all: Cut, *, is_quantized: bool = False
-) -> TensorPart:
+def _of_expert(name: str, target: WeightTarget, of_all: Cut) -> TensorPart:
     cuts = of_all, *(Cut.whole(size) for size in target.shape)
-    return TensorPart(name, OneOfStack(target), cuts, is_quantized)
+    return TensorPart(name, OneOfStack(target), cuts)
 
 
 class _RowsInTurn(RowsOfWeight):
@@ -164,20 +165,23 @@ class _Mxfp4Matrix:
 
     def __init__(self, target: WeightTarget) -> None:
         rows, columns = target.shape
-        num_blocks = -(-columns // _MXFP4_BLOCK)
+        num_blocks = -(-columns // _MXFP4.block)
         self._target = target
         self.scales = _Kept((rows, num_blocks), 0, self._fill)
-        self.blocks = _Kept((rows, num_blocks, _MXFP4_BLOCK // 2), target.nbytes, self._fill)
+        self.blocks = _Kept((rows, num_blocks, _MXFP4.block // 2), target.nbytes, self._fill)
 
     def _fill(self) -> None:
-        scales, blocks = self.scales.content, self.blocks.content
-        if scales is None or blocks is None:
+        scales, pairs = self.scales.content, self.blocks.content
+        if scales is None or pairs is None:
             return
         self.scales.content = self.blocks.content = None
-        table = _pairs_of_bytes(blocks.device)
-        numbers = table.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
-        scaled = torch.ldexp(numbers, scales.int().unsqueeze(-1) - _SCALE_BIAS)
-        self._target.copy_(scaled.flatten(1)[:, : self._target.shape[1]])
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2)
+        first, second = codes.chunk(2, dim=-1)  # GGML has these columns in one byte
+        data = torch.cat((scales.unsqueeze(-1), first | second << 4), dim=-1).flatten(1)
+        rows = BlockRows(_MXFP4, data, scales.shape[1] * _MXFP4.block)
+        num_columns = self._target.shape[1]
+        is_whole = num_columns == rows.num_columns
+        fill(self._target, rows if is_whole else as_numbers(rows)[:, :num_columns])
 
 
 class _Kept(RowsOfWeight):
@@ -203,10 +207,3 @@ class _Kept(RowsOfWeight):
     def copy_(self, source: torch.Tensor | BlockRows) -> None:
         self.content = as_numbers(source).clone()
         self._on_copied()
-
-
-def _pairs_of_bytes(device: torch.device) -> torch.Tensor:
-    """Returns the two numbers of each byte, `[256, 2]` float32."""
-    numbers = [*_MXFP4_MAGNITUDES, *(-number for number in _MXFP4_MAGNITUDES)]
-    pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, device=device)

@@ -48,7 +48,7 @@ class TensorPart:
         name: the tensor's.
         target: the place for the part.
         cuts: per axis of the tensor, the range that the part is.
-        is_quantized: whether the tensor has bytes that the target makes numbers of.
+        is_quantized: whether the tensor has bytes that the target makes blocks of.
         takes_blocks: whether the target is rows of a `PackedModule`, of whose weight these parts
             are all rows in their order, and which may be blocks.
     """

@@ -141,6 +141,7 @@ class DraftModel(Drafter):
             load_format=config.load_format,
             weights_folder=config.weights_folder,
             max_model_len=info.max_model_len,
+            quantized_compute=config.quantized_compute,
             why_no_states="the model of --speculative-config must have none: a draft model keeps "
             "no states",
         )

@@ -133,6 +133,7 @@ class Launcher:
             weights_folder=config.weights_folder,
             part=part,
             max_model_len=config.max_model_len,
+            quantized_compute=config.quantized_compute,
             why_no_states="",
         )
         model = self._loaded.model.config

@@ -18,7 +18,7 @@ from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.tensor_parts import TensorPart
 from kernels import QuantizedForm, ServedFormats
-from kernels.formats import WeightFormat
+from kernels.formats import FORMATS, WeightFormat
 
 __all__ = ["FormatPlan", "plan_formats"]
 
@@ -37,12 +37,10 @@ class FormatPlan:
     Attributes:
         kept: bytes of the tensors that are kept as they are, by the name of their format.
         dequantized: numbers of the tensors that become dense, by format and reason.
-        is_fast: whether inputs of a layer are rounded to eight bits, which changes the KV.
     """
 
     kept: Counter[str] = field(default_factory=Counter)
     dequantized: Counter[tuple[str, str]] = field(default_factory=Counter)
-    is_fast: bool = False
 
     def log(self, itemsize: int) -> None:
         """Logs the plan, if the model has quantized tensors.
@@ -76,52 +74,70 @@ def plan_formats(
     """
     plan = FormatPlan()
     for module, parts in model.parts_by_module():
-        formats = {part.name: format_of(part.name) for part in parts}
-        if any(formats.values()):
-            forms = [_form(formats[part.name], part, served, is_fast=is_fast) for part in parts]
-            _plan_module(plan, module, parts, forms, formats)
+        stored = [_Stored.of(part, format_of(part.name)) for part in parts]
+        if any(each.format for each in stored):
+            forms = [each.form(served, is_fast=is_fast) for each in stored]
+            _plan_module(plan, module, stored, forms)
     return plan
 
 
 def _plan_module(
     plan: FormatPlan,
     module: nn.Module,
-    parts: Sequence[TensorPart],
+    stored: Sequence["_Stored"],
     forms: Sequence[QuantizedForm | str | None],
-    formats: dict[str, WeightFormat | None],
 ) -> None:
     """Sets the forms of one module's weight, and adds its parts to the plan."""
     rows = [
-        (part.target.shape[-2], form if isinstance(form, QuantizedForm) else None)
-        for part, form in zip(parts, forms, strict=True)
-        if part.takes_blocks
+        (each.num_rows, form if isinstance(form, QuantizedForm) else None)
+        for each, form in zip(stored, forms, strict=True)
+        if each.part.takes_blocks
     ]
     has_forms = isinstance(module, PackedModule) and bool(rows) and module.take_forms(rows)
-    for part, form in zip(parts, forms, strict=True):
-        weight_format = formats[part.name]
-        if weight_format is None:
+    for each, form in zip(stored, forms, strict=True):
+        if each.format is None:
             continue
-        num_rows, num_columns = math.prod(part.target.shape[:-1]), part.target.shape[-1]
         if has_forms and isinstance(form, QuantizedForm):
-            plan.kept[weight_format.name] += num_rows * weight_format.row_bytes(num_columns)
-            plan.is_fast |= not form.is_exact
+            row_bytes = each.format.row_bytes(each.num_columns)
+            plan.kept[each.format.name] += each.num_rows * row_bytes
         else:
             reason = form if isinstance(form, str) else _MIXED
-            plan.dequantized[weight_format.name, reason] += num_rows * num_columns
+            plan.dequantized[each.format.name, reason] += each.num_rows * each.num_columns
 
 
-def _form(
-    weight_format: WeightFormat | None, part: TensorPart, served: ServedFormats, *, is_fast: bool
-) -> QuantizedForm | str | None:
-    """Returns the form of a part, or the reason why it becomes dense; None if it is dense."""
-    if weight_format is None:
-        return None
-    if not part.takes_blocks:
-        return _OTHER_ORDER
-    if weight_format not in served.exact | served.fast:
-        return _NO_KERNELS
-    columns, block = part.cuts[-1], weight_format.block or 1
-    if columns.start % block or columns.end % block:
-        return _CUT_BLOCKS
-    is_exact = not (is_fast and weight_format in served.fast)
-    return QuantizedForm(weight_format, is_exact)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A part of a checkpoint's tensor.
+
+    Attributes:
+        part: the part.
+        format: its storage format; None for numbers.
+        num_rows: number of rows.
+        num_columns: numbers in a row.
+    """
+
+    part: TensorPart
+    format: WeightFormat | None
+    num_rows: int
+    num_columns: int
+
+    @classmethod
+    def of(cls, part: TensorPart, weight_format: WeightFormat | None) -> "_Stored":
+        shape = tuple(part.target.shape)
+        if part.is_quantized and part.takes_blocks:  # [1, rows, blocks, bytes of a block]
+            weight_format, shape = FORMATS["MXFP4"], (*shape[:-2], shape[-2] * 32)
+        return cls(part, weight_format, math.prod(shape[:-1]), shape[-1])
+
+    def form(self, served: ServedFormats, *, is_fast: bool) -> QuantizedForm | str | None:
+        """Returns its form, or the reason why it becomes dense; None if the file has numbers."""
+        if self.format is None:
+            return None
+        if not self.part.takes_blocks:
+            return _OTHER_ORDER
+        if self.format not in served.exact | served.fast:
+            return _NO_KERNELS
+        columns, block = self.part.cuts[-1], self.format.block or 1
+        if not self.part.is_quantized and (columns.start % block or columns.end % block):
+            return _CUT_BLOCKS
+        is_exact = not (is_fast and self.format in served.fast)
+        return QuantizedForm(self.format, is_exact)

@@ -35,7 +35,7 @@ from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget, f
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
-from engine.runtime.weights.format_plan import FormatPlan, plan_formats
+from engine.runtime.weights.format_plan import plan_formats
 from engine.runtime.weights.shared_weights import share_weights
 from engine.runtime.weights.stored_tensors import (
     OpenFile,
@@ -162,17 +162,17 @@ def load_model(
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     shares_weights = weights_folder is not None and device.type == "cpu"
-    plan = FormatPlan()
+    is_fast = False
     if stored is not None:
         served = kernels.served_formats(device, weights_dtype)
-        is_fast = quantized_compute == "fast"
+        is_fast = quantized_compute == "fast" and not served.fast.isdisjoint(stored.formats)
         plan = plan_formats(model, stored.format_of, served, is_fast=is_fast)
         plan.log(weights_dtype.itemsize)
     weight_bytes = _allocate(model, weights_dtype, device, path_or_name)
     if device.type == "cpu":  # memory that is not yet written is not yet taken
         check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
-    if variant := f"{model.config.kv_variant}{'fast' if plan.is_fast else ''}":
+    if variant := f"{model.config.kv_variant}{'fast' if is_fast else ''}":
         fingerprint = bytes(xxhash.xxh3_128_digest(fingerprint + variant.encode()))
 
     def fill() -> None:

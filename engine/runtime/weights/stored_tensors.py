@@ -188,6 +188,15 @@ class StoredTensors:
         entry = self._entries.get(name)
         return None if entry is None else entry.format
 
+    @property
+    def formats(self) -> frozenset[WeightFormat]:
+        """The storage formats of all tensors."""
+        of_bytes = FORMATS["MXFP4"]  # the only one that a checkpoint has as tensors of bytes
+        formats = (
+            of_bytes if entry.dtype == _BYTES else entry.format for entry in self._entries.values()
+        )
+        return frozenset(each for each in formats if each is not None)
+
     def _add(self, name: str, entry: StoredEntry) -> None:
         """Adds a tensor; of two with the same name the later one counts."""
         other = self._entries.get(name)

@@ -46,6 +46,7 @@ def test_every_field_can_be_given(tmp_path):
         served_model_name="name",
         dtype="bfloat16",
         load_format="dummy",
+        quantized_compute="fast",
         kv_cache_dtype="fp8_e4m3",
         device="cpu",
         tensor_parallel_size=3,
