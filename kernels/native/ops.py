@@ -15,11 +15,13 @@ from kernels.host import fresh_zeros
 from kernels.library import commands
 from kernels.library.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PanelWeight, make_packed_weight
+from kernels.native.quantized_weight import SERVED_FORMATS, BlockTable, make_quantized_weight
 from kernels.native.recording import note_command, note_mark, record_commands
 from kernels.paged_kv import Rotation
 from kernels.recorded_step import Arena, RecordedStep
 from kernels.weights import (
     QuantizedForm,
+    ServedFormats,
     TensorWeight,
     Weight,
     WeightStack,
@@ -40,8 +42,14 @@ __all__ = [
     "row_maxima",
     "rows_of",
     "run_command",
+    "served_formats",
     "take_rows",
 ]
+
+
+@NATIVE.implements(reference.served_formats)
+def served_formats(device: torch.device, dtype: torch.dtype) -> ServedFormats:
+    return SERVED_FORMATS
 
 
 @NATIVE.implements(reference.make_weight)
@@ -54,7 +62,8 @@ def make_weight(
     form: QuantizedForm | None = None,
 ) -> TensorWeight:
     shape = num_rows, num_columns
-    assert form is None, "the library has no quantized weights"
+    if form is not None:
+        return make_quantized_weight(_library(), *shape, dtype, use, form)
     if use is WeightUse.LOOKUP:
         return reference.make_weight(*shape, dtype, device, use)
     return make_packed_weight(_library(), *shape, dtype, use)
@@ -194,7 +203,8 @@ def _table_of(weight: Weight) -> _Table:
     assert isinstance(weight, TensorWeight)
     if isinstance(weight, PanelWeight):
         return _Table(weight.data, weight.dtype, is_packed=True, format=weight.form[0])
-    return _Table(weight.data, weight.dtype)
+    stored = weight.format.code if isinstance(weight, BlockTable) else 0
+    return _Table(weight.data, weight.dtype, format=stored)
 
 
 def _take_rows(
