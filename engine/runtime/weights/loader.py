@@ -109,7 +109,6 @@ def load_model(
     weights_folder: str | None = None,
     part: ModelPart = WHOLE_MODEL,
     max_model_len: int | None = None,
-    why_no_states: str = "models with such layers are not supported",
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -124,8 +123,6 @@ def load_model(
         part: the part of the model that this process computes.
         max_model_len: the longest sequence that is served; None for the model's limit. Rotary
             embeddings that are scaled by LongRoPE depend on it.
-        why_no_states: why a model with recurrent layers is refused, for the error; empty if the
-            caller keeps their states.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -135,8 +132,6 @@ def load_model(
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     described = DescribedModel.of(checkpoint, max_model_len)
-    if why_no_states:
-        described.check_states(why_no_states)
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)
