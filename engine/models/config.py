@@ -75,6 +75,10 @@ class ModelConfig(ABC):
     kv_shapes: tuple[KvShape, ...] = ()
     kv_sources: tuple[int, ...] = ()
 
+    def reads_other(self, number: int) -> bool:
+        """Whether a layer reads the K and V of another one."""
+        return bool(self.kv_sources) and self.kv_sources[number] != number
+
     @property
     def max_head_dim(self) -> int:
         """Width of the widest head."""

@@ -143,6 +143,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "vocab_size_per_layer_input": 262144,
             "use_double_wide_mlp": False,
             "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
                 "full_attention": {

@@ -163,14 +163,18 @@ class DecoderAttention(nn.Module):
         query, kv = heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
         self._gates_outputs = config.gates_outputs
         gates = query.size if config.gates_outputs else 0
-        self._widths = [query.size, gates, kv.size, kv.size]
-        self._outputs = {"q_proj": query.times(2) if gates else query, "k_proj": kv, "v_proj": kv}
+        reads_other = config.reads_other(number)
+        self._values_are_keys = bool(config.values_are_keys) and config.values_are_keys[number]
+        key_width = 0 if reads_other else kv.size
+        self._widths = [query.size, gates, key_width, 0 if self._values_are_keys else key_width]
+        self._outputs = {"q_proj": query.times(2) if gates else query}
+        names = zip(("k_proj", "v_proj"), self._widths[2:], strict=True)
+        self._outputs |= {name: kv for name, width in names if width}
         self._storage = _qkv_storage(config, self._rope, heads.query.size)
         if config.joins_by_head:
             self._outputs = {"heads": _by_head(config, ranks)}
             order = grouped_order(heads.kv.size, self._widths)
             self._storage = {"is_joined": True, "row_orders": {"heads": order}}
-        self._drop_outputs(config, number)
         self.qkv_proj = self._new_projection(config.hidden_size, bias=config.qkv_bias)
         self.o_proj = Linear(
             query,
@@ -180,9 +184,9 @@ class DecoderAttention(nn.Module):
             scale=config.residual_scale,
         )
         self.sinks = _Sinks(heads.query) if config.has_sinks else None
-        self._qk_norm = config.qk_norm
+        self._qk_norm, self._norms_values = config.qk_norm, config.norms_values
         self.q_norm = self._new_norm(config, query, ranks)
-        self.k_norm = self._new_norm(config, kv, ranks)
+        self.k_norm = None if reads_other else self._new_norm(config, kv, ranks)
 
     def forward(
         self,
@@ -194,9 +198,6 @@ class DecoderAttention(nn.Module):
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
         return self._attend(self.qkv_proj(hidden), rotations, kv, residual)
 
-    def _drop_outputs(self, config: Any, number: int) -> None:
-        """Removes the outputs that the layer's projection does not have."""
-
     def _new_projection(self, in_features: int | Cut, *, bias: bool) -> FusedLinear:
         return FusedLinear(in_features, self._outputs, bias=bias, **self._storage)
 
@@ -207,7 +208,9 @@ class DecoderAttention(nn.Module):
         kv: LayerKv,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        query, gates, key, value = self._split(qkv)
+        query, gates, key, value = torch.split(qkv, self._widths, dim=1)
+        if self._values_are_keys:
+            value = key
         if self._qk_norm is QkNorm.PROJECTION:
             assert self.q_norm is not None
             assert self.k_norm is not None
@@ -236,10 +239,6 @@ class DecoderAttention(nn.Module):
         output: torch.Tensor = self.o_proj(attended, residual)
         return output
 
-    def _split(self, qkv: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns queries, gates, keys and values, `[num_tokens, their width]`."""
-        return torch.split(qkv, self._widths, dim=1)
-
     @staticmethod
     def _new_norm(config: DecoderConfig, heads: Cut, ranks: RankGroup | None) -> RmsNorm | None:
         if config.qk_norm is QkNorm.NONE:
@@ -252,9 +251,16 @@ class DecoderAttention(nn.Module):
     def _norms(self) -> QkNorms | None:
         if self._qk_norm is not QkNorm.HEAD:
             return None
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.kind)
+        query_norm = self.q_norm
+        assert query_norm is not None
+        key_norm = self.k_norm or query_norm  # layers that read the keys of others norm none
+        return QkNorms(
+            query_norm.weight,
+            key_norm.weight,
+            query_norm.eps,
+            query_norm.kind,
+            norms_values=self._norms_values,
+        )
 
 
 class _Sinks(StoredModule):

@@ -57,6 +57,9 @@ class DecoderConfig(ModelConfig):
         norms_inputs: whether the inputs of attention and MLP are normalized.
         norms_outputs: whether their outputs are, before they are added to the hidden states.
         qk_norm: what the norms of Q and K span.
+        norms_values: whether each head's values are normalized too, without a weight.
+        values_are_keys: per layer, whether values are keys before their norm and rotation; empty if
+            none are.
         gates_mlp: whether the MLP has a gate.
         activation: function of the MLP's gate, or of its inner layer if it has none.
         attention_scale: factor on attention scores; None for 1 / sqrt(head_dim).
@@ -88,6 +91,8 @@ class DecoderConfig(ModelConfig):
     norms_inputs: bool = True
     norms_outputs: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    norms_values: bool = False
+    values_are_keys: tuple[bool, ...] = ()
     gates_mlp: bool = True
     activation: Activation = Activation.SILU
     attention_scale: float | None = None

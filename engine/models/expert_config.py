@@ -33,6 +33,9 @@ class ExpertsConfig:
         shared_width: width of the expert that all tokens have beside those they choose; 0 for none.
         gates_shared: whether that expert's outputs are multiplied by a sigmoid of a gate.
         activation: of the experts' gates.
+        router_eps: epsilon of the router's norm, whose results are divided by the root of their
+            width; None if the router reads what the experts read.
+        has_expert_scales: whether the weights of each expert have a factor.
         has_wide_logits: whether the router's outputs are float32, not of the type of its inputs.
         has_ranking_bias: whether a bias is added to the scores that rank experts.
         has_biases: whether the router and the experts have biases.
@@ -45,6 +48,8 @@ class ExpertsConfig:
     is_sparse: tuple[bool, ...]
     shared_width: int = 0
     gates_shared: bool = True
+    router_eps: float | None = None
+    has_expert_scales: bool = False
     has_wide_logits: bool = False
     has_ranking_bias: bool = False
     activation: Activation = Activation.SILU
@@ -80,23 +85,27 @@ def experts_config(
     *,
     count_field: str = "num_experts",
     width_field: str = "moe_intermediate_size",
+    top_k_field: str = "num_experts_per_tok",
+    activation: Activation | None = None,
 ) -> ExpertsConfig:
     """Reads the fields that families of mixtures have in common.
 
     Args:
         fields: of config.json.
-        rule: the family's rule; its `top_k` is replaced by `num_experts_per_tok`.
+        rule: the family's rule; its `top_k` is replaced by that of config.json.
         count_field: name of the number of experts.
         width_field: name of the width of an expert.
+        top_k_field: name of the number of experts that a token chooses.
+        activation: of the experts' gates; None for SiLU, which `hidden_act` must name.
 
     Raises:
         ConfigFieldError: a field has an unsupported value.
     """
     num_experts = fields.count(count_field, _MAX_EXPERTS)
-    top_k = fields.count("num_experts_per_tok")
+    top_k = fields.count(top_k_field)
     if top_k > num_experts:
         raise ConfigFieldError(
-            f"num_experts_per_tok is {top_k}; there are {num_experts} experts ({count_field})"
+            f"{top_k_field} is {top_k}; there are {num_experts} experts ({count_field})"
         )
     shared = "shared_expert_intermediate_size"
     return ExpertsConfig(
@@ -105,7 +114,7 @@ def experts_config(
         rule=replace(rule, top_k=top_k),
         is_sparse=_sparse_layers(fields),
         shared_width=fields.count(shared) if fields.has(shared) else 0,
-        activation=fields.activation("hidden_act", (Activation.SILU,)),
+        activation=activation or fields.activation("hidden_act", (Activation.SILU,)),
     )
 
 

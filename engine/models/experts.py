@@ -16,8 +16,9 @@ import kernels
 from engine.models.expert_config import MAX_TOKENS_AT_ONCE, ExpertsConfig
 from engine.models.expert_storage import expert_biases, expert_matrices
 from engine.models.linear import Forms, FusedLinear, GatedLinear, Linear, PackedModule, cut_of
+from engine.models.norms import RmsNorm
 from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Activation, Cut, RankGroup, Routing, WeightStack, WeightUse
+from kernels import Activation, Cut, NormKind, RankGroup, Routing, WeightStack, WeightUse
 
 __all__ = ["ExpertLinear", "SparseMlp"]
 
@@ -108,10 +109,10 @@ class _SharedExpert(nn.Module):
         return kernels.linear(gated, self.down_proj.weight, out_dtype=torch.float32)
 
 
-class _RankingBias(StoredModule):
-    """A bias of the scores that rank experts.
+class _ExpertNumbers(StoredModule):
+    """A number for each expert, which is not rounded.
 
-    It decides which of two almost equal scores is higher, so it is not rounded.
+    A bias of the scores that rank experts decides which of two almost equal scores is higher.
 
     Args:
         num_experts: number of experts of a layer.
@@ -146,28 +147,59 @@ class SparseMlp(nn.Module):
             logits["shared_expert_gate"] = Cut.whole(1)
         self.router = FusedLinear(hidden_size, logits, bias=config.has_biases)
         self._logits_dtype = torch.float32 if config.has_wide_logits else None
-        self.ranking_bias = _RankingBias(config.num_experts) if config.has_ranking_bias else None
+        self.router_norm, self._logit_scale = None, 1.0
+        if config.router_eps is not None:
+            self.router_norm = RmsNorm(hidden_size, config.router_eps, NormKind.WIDE)
+            self._logit_scale = hidden_size**-0.5
+        self.ranking_bias = self._new_numbers(is_used=config.has_ranking_bias)
+        self.expert_scales = self._new_numbers(is_used=config.has_expert_scales)
         self.experts = _Experts(hidden_size, config, ranks)
         self.shared_expert = (
             _SharedExpert(hidden_size, config.shared_width, ranks) if config.shared_width else None
         )
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Computes `[rows, hidden_size]` and adds `residual`."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        unnormed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes `[rows, hidden_size]` and adds `residual`.
+
+        Args:
+            hidden: the experts' inputs.
+            residual: of the same shape.
+            unnormed: inputs of a router with a norm, of the same shape.
+        """
         if len(hidden) <= MAX_TOKENS_AT_ONCE:
-            return self._mix(hidden, residual)
+            return self._mix(hidden, residual, unnormed)
         starts = range(0, len(hidden), MAX_TOKENS_AT_ONCE)
         slices = [slice(start, start + MAX_TOKENS_AT_ONCE) for start in starts]
-        return torch.cat([self._mix(hidden[part], residual[part]) for part in slices])
+        mixed = (
+            self._mix(hidden[part], _rows(residual, part), _rows(unnormed, part)) for part in slices
+        )
+        return torch.cat([*mixed])
 
-    def _mix(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        router, bias = self.router, self.ranking_bias
-        logits = kernels.linear(hidden, router.weight, router.bias, out_dtype=self._logits_dtype)
+    def _mix(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        unnormed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        router, bias, scales = self.router, self.ranking_bias, self.expert_scales
+        logits = kernels.linear(
+            hidden if self.router_norm is None else self.router_norm(unnormed),
+            router.weight,
+            router.bias,
+            out_dtype=self._logits_dtype,
+            scale=self._logit_scale,
+        )
         routing = kernels.route_experts(
             logits[:, : self._num_experts],
             self._rule,
             self.experts.cut,
             None if bias is None else bias.values,
+            None if scales is None else scales.values,
         )
         outputs = self.experts(hidden, routing)
         shared = shared_gate = None
@@ -182,3 +214,10 @@ class SparseMlp(nn.Module):
             outputs, routing, shared=shared, shared_gate=shared_gate, out_dtype=torch.float32
         )
         return kernels.reduce_ranks(partial, self._ranks, None, residual, dtype=hidden.dtype)
+
+    def _new_numbers(self, *, is_used: bool) -> _ExpertNumbers | None:
+        return _ExpertNumbers(self._num_experts) if is_used else None
+
+
+def _rows(states: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if states is None else states[part]

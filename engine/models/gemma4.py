@@ -1,4 +1,8 @@
-"""Gemma 4, the text model: layers with K and V of different shapes, or those of earlier layers."""
+"""Gemma 4, the text model: layers with K and V of different shapes, or those of earlier layers.
+
+A mixture of experts stands beside the MLP and not in its place. Both have norms before and after,
+and so has their sum. The router reads the hidden states, with a norm of its own.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +25,14 @@ from engine.models.decoder_config import (
     fields_of,
     read_layer_types,
 )
+from engine.models.expert_config import ExpertsConfig, experts_config
+from engine.models.experts import SparseMlp
 from engine.models.layers import select_rows
 from engine.models.linear import Embedding, Linear
 from engine.models.norms import RmsNorm
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.models.tensor_parts import StoredModule, TensorPart, as_numbers
-from kernels import Cut, NormKind, QkNorms, RankGroup, Rotation, RowsOfWeight
+from kernels import Cut, NormKind, RankGroup, Rotation, RoutingRule, RowsOfWeight
 from kernels.block_rows import BlockRows
 from kernels.paged_kv import LayerKv
 from kvstore.layout import KvShape
@@ -34,6 +40,18 @@ from kvstore.layout import KvShape
 __all__ = ["Gemma4", "Gemma4Config", "gemma4_config"]
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_NAMES = {
+    "attention_post_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+    "dense_post_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "mixture.experts": "experts",
+    "mixture.gate": "router.proj",
+    "mixture.router_norm.weight": "router.scale",
+    "mixture.expert_scales": "router.per_expert_scale",
+}
 # Checkpoints have these tensors also of layers that read the K and V of another one.
 _KV_OF_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})\.self_attn\.(?:[kv]_proj|k_norm)\.")
 
@@ -42,15 +60,15 @@ _KV_OF_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})\.self_attn\.(?:[kv]_pro
 class Gemma4Config(DecoderConfig):
     """The fields of Gemma 4 beside those of other decoders.
 
+    Mixtures of experts are added to the layers' MLPs, not in their place.
+
     Attributes:
-        shares_values: per layer, whether its values are its keys before their norm and rotation.
         per_layer_width: width of the vector of each token that each layer adds; 0 for none.
         per_layer_vocab_size: number of tokens that have such a vector, at least `vocab_size`.
         has_wide_mlps: whether layers that read the K and V of another have an MLP of twice the
             width.
     """
 
-    shares_values: tuple[bool, ...]
     per_layer_width: int
     per_layer_vocab_size: int
     has_wide_mlps: bool
@@ -59,16 +77,13 @@ class Gemma4Config(DecoderConfig):
     @override
     def num_unused_weights(self) -> int:
         num_tables = self.num_layers * self.per_layer_width
-        return num_tables * (self.per_layer_vocab_size - 1)  # a token reads one row
+        unread = num_tables * (self.per_layer_vocab_size - 1)  # a token reads one row
+        return unread + (0 if self.experts is None else self.experts.num_unused(self.hidden_size))
 
     @property
     @override
     def mlp_size(self) -> int:
         return self.intermediate_size * (2 if self.has_wide_mlps else 1)
-
-    def reads_other(self, number: int) -> bool:
-        """Whether a layer reads the K and V of another one."""
-        return self.kv_sources[number] != number
 
     def of_layer(self, number: int) -> Self:
         """Returns the config with the sizes of one layer."""
@@ -88,9 +103,9 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
     Raises:
         ConfigurationError: a field has an unsupported value.
     """
-    for name in ("use_bidirectional_attention", "enable_moe_block"):
-        if fields.value(name) not in (None, False, "vision"):  # this one concerns images alone
-            raise unsupported(name, fields.value(name))
+    bidirectional = fields.value("use_bidirectional_attention")
+    if bidirectional not in (None, False, "vision"):  # this one concerns images alone
+        raise unsupported("use_bidirectional_attention", bidirectional)
     types = read_layer_types(fields, [*every_nth_full(fields, 6)[:-1], _FULL])
     if types[-1] != _FULL:
         raise ConfigFieldError(f"layer_types ends with {types[-1]!r}; it must end with {_FULL!r}")
@@ -101,7 +116,7 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
         thetas={_FULL: 1e6, _SLIDING: 1e4},
         head_dims={name: shape.head_dim for name, shape in zip(types, shapes, strict=True)},
     )
-    shares_values = fields.flag("attention_k_eq_v")
+    keys_are_values = fields.flag("attention_k_eq_v")
     width = fields.value("hidden_size_per_layer_input") or 0
     if width and fields.count("vocab_size_per_layer_input") < config.vocab_size:
         limit = f"at least the {config.vocab_size} of vocab_size"
@@ -113,6 +128,8 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
             "norm": NormKind.WIDE,
             "norms_outputs": True,
             "qk_norm": QkNorm.HEAD,
+            "norms_values": True,
+            "values_are_keys": tuple(keys_are_values and name == _FULL for name in types),
             "attention_scale": 1.0,
             "embedding_scale": config.hidden_size**0.5,
             "rounds_embedding_scale": True,
@@ -122,17 +139,24 @@ def gemma4_config(fields: ConfigFields) -> Gemma4Config:
             "head_dim": shapes[0].head_dim,
             "kv_shapes": tuple(shapes),
             "kv_sources": _sources(fields, types),
-            "names": {
-                "attention_post_norm": "post_attention_layernorm",
-                "post_attention_layernorm": "pre_feedforward_layernorm",
-                "mlp_post_norm": "post_feedforward_layernorm",
-            },
+            "experts": _experts(fields, config) if fields.flag("enable_moe_block") else None,
+            "names": _NAMES,
         },
-        shares_values=tuple(shares_values and name == _FULL for name in types),
         per_layer_width=fields.count("hidden_size_per_layer_input") if width else 0,
         per_layer_vocab_size=fields.count("vocab_size_per_layer_input"),
         has_wide_mlps=fields.flag("use_double_wide_mlp"),
     )
+
+
+def _experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
+    """Reads the mixtures of experts, which all layers have."""
+    experts = experts_config(
+        fields,
+        RoutingRule(1, normalizes=True, rounds=False),
+        top_k_field="top_k_experts",
+        activation=config.activation,
+    )
+    return replace(experts, router_eps=config.rms_norm_eps, has_expert_scales=True)
 
 
 def _shapes(fields: ConfigFields, types: Sequence[str]) -> list[KvShape]:
@@ -253,11 +277,17 @@ class _Layer(nn.Module):
         super().__init__()
         own = config.of_layer(number)
         self.input_layernorm = new_norm(config)
-        self.self_attn = _Attention(own, number, ranks)
+        self.self_attn = DecoderAttention(own, number, ranks)
         self.attention_post_norm = new_norm(config)
         self.post_attention_layernorm = new_norm(config)
         self.mlp = GatedMlp(own, ranks)
         self.mlp_post_norm = new_norm(config)
+        self.mixture = None
+        if config.experts is not None:
+            self.mixture = SparseMlp(config.hidden_size, config.experts, ranks)
+            self.dense_post_norm = new_norm(config)
+            self.experts_norm = new_norm(config)
+            self.experts_post_norm = new_norm(config)
         self.layer_scalar = _Factor(config.hidden_size)
         width = config.per_layer_width
         self._columns = slice(number * width, (number + 1) * width)
@@ -287,6 +317,9 @@ class _Layer(nn.Module):
         attended = self.self_attn(self.input_layernorm(hidden), rotations, kv)
         hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
         output = self.mlp(self.post_attention_layernorm(hidden))
+        if self.mixture is not None:
+            mixed = self.mixture(self.experts_norm(hidden), unnormed=hidden)
+            output = self.experts_post_norm(mixed, residual=self.dense_post_norm(output))
         hidden = self.mlp_post_norm(output, residual=hidden)
         if vectors is not None:
             own = select_rows(vectors[:, self._columns], kv)
@@ -295,46 +328,6 @@ class _Layer(nn.Module):
             hidden = self.post_per_layer_input_norm(output, residual=hidden)
         scaled: torch.Tensor = self.layer_scalar(hidden)
         return scaled
-
-
-class _Attention(DecoderAttention):
-    """Attention with norms of queries, keys and values; the arguments are the layer's."""
-
-    def __init__(self, config: Gemma4Config, number: int, ranks: RankGroup | None) -> None:
-        super().__init__(config, number, ranks)
-        if config.reads_other(number):
-            self.k_norm = None
-
-    @override
-    def _drop_outputs(self, config: Any, number: int) -> None:
-        self._reads_other = config.reads_other(number)
-        self._shares_values = config.shares_values[number]
-        if self._reads_other or self._shares_values:
-            del self._outputs["v_proj"]
-        if self._reads_other:
-            del self._outputs["k_proj"]
-
-    @override
-    def _split(self, qkv: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self._reads_other:
-            none = qkv[:, :0]
-            return qkv, none, none, none
-        if self._shares_values:
-            query, gates, key = torch.split(qkv, self._widths[:3], dim=1)
-            return query, gates, key, key
-        return super()._split(qkv)
-
-    @override
-    def _norms(self) -> QkNorms | None:
-        assert self.q_norm is not None
-        key_norm = self.k_norm or self.q_norm
-        return QkNorms(
-            self.q_norm.weight,
-            key_norm.weight,
-            self.q_norm.eps,
-            self.q_norm.kind,
-            norms_values=True,
-        )
 
 
 class _Factor(StoredModule):

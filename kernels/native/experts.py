@@ -19,15 +19,19 @@ _SCORES = {ExpertScores.SOFTMAX: 0, ExpertScores.SOFTMAX_OF_CHOSEN: 1, ExpertSco
 
 @NATIVE.implements(reference.route_experts)
 def route_experts(
-    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    experts: Cut,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> Routing:
     num_rows, num_experts = logits.shape
     assert logits.stride(1) == 1 or num_experts == 1
     assert rule.top_k <= num_experts == experts.total
     assert num_experts % rule.num_groups == 0
     assert rule.group_terms <= num_experts // rule.num_groups
-    if bias is not None:
-        assert is_vector(bias, num_experts, torch.float32)
+    for vector in (bias, expert_scales):
+        assert vector is None or is_vector(vector, num_experts, torch.float32)
     weights = torch.empty((num_rows, rule.top_k))
     slots = torch.empty((num_rows, rule.top_k), dtype=torch.int32)
     rows = torch.empty(num_rows * rule.top_k, dtype=torch.int32)
@@ -42,6 +46,7 @@ def route_experts(
         rule.top_k,
         _SCORES[rule.scores],
         _address(bias),
+        _address(expert_scales),
         rule.num_groups,
         rule.top_groups,
         rule.group_terms,

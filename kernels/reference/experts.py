@@ -17,7 +17,11 @@ __all__ = ["combine_experts", "expert_linear", "route_experts"]
 
 @kernel("logits.device", "logits.dtype")
 def route_experts(
-    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    experts: Cut,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> Routing:
     """Chooses the experts of each row by their scores.
 
@@ -30,6 +34,8 @@ def route_experts(
         experts: the experts of this rank.
         bias: `[num_experts]` float32; added to the scores that rank experts and groups, but not to
             the weights (arXiv:2408.15664).
+        expert_scales: `[num_experts]` float32; factors on the weights of each expert, after
+            `rule.scale`.
     """
     scores = _scores(logits, rule)
     ranking = scores if bias is None else scores + bias
@@ -42,6 +48,8 @@ def route_experts(
     if rule.normalizes:
         weights = weights / (weights.sum(-1, keepdim=True) + MIN_WEIGHT_SUM)
     weights = weights * rule.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[ids]
     if rule.rounds:
         weights = weights.to(logits.dtype).float()
     numbers = ids.flatten() - experts.start

@@ -17,7 +17,11 @@ _PAIRS_PER_BLOCK = 1024
 
 @TRITON.implements(reference.route_experts)
 def route_experts(
-    logits: torch.Tensor, rule: RoutingRule, experts: Cut, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    experts: Cut,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> Routing:
     logits = with_dense_columns(logits)
     num_rows, num_experts = logits.shape
@@ -33,6 +37,7 @@ def route_experts(
         _choose_kernel[(num_rows,)](
             logits,
             bias,
+            expert_scales,
             weights,
             ids,
             slots,
@@ -71,6 +76,7 @@ def route_experts(
 def _choose_kernel(
     logits,
     bias,
+    expert_scales,
     weights,
     ids,
     slots,
@@ -123,6 +129,8 @@ def _choose_kernel(
     if NORMALIZES:
         chosen /= tl.sum(tl.where(ranks < top_k, chosen, 0.0)) + MIN_SUM
     chosen *= scale
+    if expert_scales is not None:
+        chosen *= tl.load(expert_scales + chosen_ids)
     if ROUNDS:
         chosen = chosen.to(logits.dtype.element_ty).to(tl.float32)
     places = row * top_k + ranks

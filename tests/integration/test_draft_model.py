@@ -14,6 +14,7 @@ from engine.groups.group import Sequence as GroupSequence
 from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from engine.runtime.drafting.draft_model import DraftModel
+from engine.runtime.launch import launcher
 from engine.speculation import drafts
 from tests.support.checkpoints import (
     MAX_MODEL_LEN,
@@ -262,9 +263,23 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (path, short, "takes 64 tokens; set --max-model-len 64"),
         (path, foreign, "tokenizer is not the served model's"),
         (tiny_checkpoint("mistral_sliding"), path, "all layers .* have a sliding window"),
-        (path, tiny_checkpoint("lfm2"), "recurrent layers.*model of --speculative-config must"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             build_core(served, "both", **_drafting(draft_model))
     with pytest.raises(ConfigurationError, match="the engine 2 ranks"):
         build_core(path, "both", **_drafting(path, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "problem"),
+    [
+        ("lfm2", "3 recurrent layers, the first of them layer 0"),
+        ("gemma4", "layers that share K and V or have K and V of different shapes"),
+    ],
+)
+def test_a_draft_model_whose_layers_cannot_draft_is_refused_before_weights_are_read(
+    variant: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigurationError, match=f"{problem}; such models cannot draft"):
+        build_core(tiny_checkpoint("llama"), "both", **_drafting(tiny_checkpoint(variant)))

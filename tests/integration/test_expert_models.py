@@ -84,9 +84,10 @@ def test_tiers_of_other_numbers_of_ranks(
         check_handed_over(path, split)
 
 
-def test_long_steps_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", ["qwen2_moe", "gemma4_moe"])
+def test_long_steps_are_computed_in_slices(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(43)
-    whole, sliced = (PagedSession(loaded("qwen2_moe"), [43]) for _ in range(2))
+    whole, sliced = (PagedSession(loaded(variant), [43]) for _ in range(2))
     (expected,) = whole.step([(0, prompt)])
     monkeypatch.setattr(experts, "MAX_TOKENS_AT_ONCE", 8)
     (logits,) = sliced.step([(0, prompt)])

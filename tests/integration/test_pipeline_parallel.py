@@ -44,7 +44,7 @@ CASES = [
     ("qwen3_four_layers", 2, 2, OVERLAPPED),
     ("qwen2_four_layers", 1, 2, {}),
     ("gemma2", 2, 2, {}),
-    ("gemma4_own_kv", 1, 2, {}),
+    ("gemma4_moe", 1, 2, {}),
     ("smollm3", 1, 4, OVERLAPPED),
 ]
 

@@ -11,7 +11,6 @@ import torch
 
 from baton.common.errors import ConfigurationError
 from engine.runtime.weights.loader import load_model
-from tests.support.checkpoints import tiny_checkpoint
 from tests.support.odd_checkpoints import (
     ABSENT,
     INDEX,
@@ -225,12 +224,3 @@ def test_an_odd_form_is_refused_by_name(form: str, tmp_path: Path) -> None:
     assert "\n" not in message
     assert len(message) < 700
     assert all(part in message for part in parts), message
-
-
-def test_a_model_with_recurrent_layers_is_refused_where_no_states_are_kept():
-    folder = tiny_checkpoint("lfm2")
-    with pytest.raises(ConfigurationError) as failure:
-        load_model(str(folder), "auto", "cpu", progress=False)
-    message = failure.value.message
-    assert str(folder / "config.json") in message
-    assert "layer_types has 3 recurrent layers, the first of them layer 0" in message

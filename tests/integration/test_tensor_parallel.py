@@ -51,7 +51,7 @@ CASES = [
     ("falcon_new", 2),  # Q, K and V joined by KV head
     ("gpt_neox", 4),
     ("gemma3", 2),
-    ("gemma4_own_kv", 2),  # layers of two shapes
+    ("gemma4_moe", 2),  # layers of two shapes, and experts beside MLPs
     ("granite", 4),  # factors, and biases
 ]
 

@@ -94,7 +94,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _logits(folder: Path) -> torch.Tensor:
-    model = load_model(str(folder), "auto", "cpu", progress=False, why_no_states="")
+    model = load_model(str(folder), "auto", "cpu", progress=False)
     session, prompt = PagedSession(model, [LENGTH]), prompt_of(LENGTH)
     return torch.cat([session.step([(0, part)])[0] for part in (prompt[:30], prompt[30:])])
 

@@ -124,7 +124,14 @@ def whole(variant, dtype):
     ("variant", "chunk_size"),
     [
         *product(VARIANTS, [1, 7, 64, 149]),
-        *[("gemma3", 149), ("gemma4", 7), ("olmo3", 7), ("granite", 149), ("phi3_partial", 7)],
+        *[
+            ("gemma3", 149),
+            ("gemma4", 7),
+            ("gemma4_moe", 64),
+            ("olmo3", 7),
+            ("granite", 149),
+            ("phi3_partial", 7),
+        ],
     ],
 )
 def test_a_prompt_in_chunks_has_the_logits_of_the_whole_prompt(variant, dtype, chunk_size):

@@ -125,7 +125,9 @@ def chunk_work(session, step):
     [
         *product([*VARIANTS, *EXPERT_VARIANTS], ["float32", "bfloat16"]),
         *(("deepseek_v2", "float32"), ("deepseek_v3", "bfloat16")),
-        *product(["gemma2", "gemma3", "gemma4", "olmo3", "smollm3_sliding"], ["bfloat16"]),
+        *product(
+            ["gemma2", "gemma3", "gemma4", "gemma4_moe", "olmo3", "smollm3_sliding"], ["bfloat16"]
+        ),
     ],
 )
 def test_recorded_chunk_steps_equal_plain_ones(variant, dtype):

@@ -224,6 +224,25 @@ DECODER_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Experts beside MLPs; layers of two shapes that two ranks can divide.
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            **_layer_types("sliding", "full", "sliding", "full"),
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": SLIDING_WINDOW,
+            "tie_word_embeddings": True,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     # Two layer groups, whose layers have different rotary embeddings.
     "gemma3": (
         "gemma3_text",
@@ -529,6 +548,7 @@ def _family_config(family: str, overrides: dict[str, Any]) -> Any:
 
 # By name; the sums of some gates of gpt-oss are beyond their limits.
 _SCALES = {"bias": 0.2, "gate_up_proj_bias": 3.0, "sinks": 1.0}
+_BUFFERS = {"e_score_correction_bias": (0.0, 0.3), "layer_scalar": (1.0, 0.2)}
 
 
 @torch.no_grad()
@@ -539,8 +559,9 @@ def randomize(model: Any, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(noise, type(module).__name__, name))
-        if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
-            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
+        for name, (mean, deviation) in _BUFFERS.items():
+            if (buffer := getattr(module, name, None)) is not None:
+                buffer.copy_(mean + torch.randn(buffer.shape, generator=generator) * deviation)
 
 
 def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
@@ -559,14 +580,16 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
     if name in ("A_log", "dt_bias"):
         # Slow decay: outputs are normalized, which would enlarge the errors of almost empty states.
         return noise * 0.5 - 2
-    has_offset = module_kind.startswith("Gemma") or module_kind in (
+    has_offset = module_kind in (
+        "Gemma2RMSNorm",
+        "Gemma3RMSNorm",
         "Qwen3_5RMSNorm",
         "Qwen3_5MoeRMSNorm",
         "Qwen3NextRMSNorm",
     )
     if has_offset and "Norm" in module_kind:
         return noise * 0.2  # the factor is 1 + weight
-    if "Norm" in module_kind:
+    if "Norm" in module_kind or name in ("scale", "per_expert_scale"):
         return 1 + noise * 0.2
     return noise * 0.15  # embeddings
 

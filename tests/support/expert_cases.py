@@ -18,6 +18,7 @@ from tests.support.kernel_checks import (
 __all__ = [
     "CUTS",
     "RULES",
+    "SCALED",
     "check_combination",
     "check_layer",
     "check_slots",
@@ -45,6 +46,8 @@ RULES = {
     ),
     (33, 3): RoutingRule(3, ExpertScores.SIGMOID),
 }
+SCALED = [(7, 2), (7, 3), (35, 4)]
+"""Those of `RULES` whose experts have factors on their weights."""
 CUTS = [(0, 1), (0, 2), (1, 2), (2, 3)]
 """(rank, number of ranks); each rank has some of the experts."""
 
@@ -67,8 +70,12 @@ def check_slots(ops, num_experts, rule, rows, dtype, device, cut=(0, 1)):
     experts = cut_of(num_experts, *cut)
     is_sigmoid = rule.scores is ExpertScores.SIGMOID
     bias = normal(num_experts, seed=1).to(device) if is_sigmoid else None
-    routing = ops.route_experts(logits, rule, experts, bias)
+    scales = None
+    if (num_experts, rule.top_k) in SCALED:
+        scales = 1 + 0.3 * normal(num_experts, seed=2).to(device)
+    routing = ops.route_experts(logits, rule, experts, bias, scales)
     weights, ids = expected_choices(logits, rule, bias)
+    weights = weights if scales is None else weights * scales.double()[ids]
     eps = eps_of(dtype) if rule.rounds else 0.0
     chosen = logits.gather(1, ids)
     if dtype == torch.float32 or len({*logits.flatten().tolist()}) == logits.numel():
@@ -76,7 +83,7 @@ def check_slots(ops, num_experts, rule, rows, dtype, device, cut=(0, 1)):
         assert torch.equal(numbers_of(routing), (ids - experts.start).where(is_local, -1))
     else:  # of equal logits either may be chosen
         assert chosen.shape == routing.slots.shape
-    assert_within(routing.weights, weights, eps * weights + 1e-6)
+    assert_within(routing.weights, weights, eps * weights.abs() + 1e-6)
     flat, num_used = routing.slots.flatten(), int(routing.starts[-1])
     used = flat[flat >= 0]
     assert sorted(used.tolist()) == list(range(num_used))

@@ -122,7 +122,8 @@ def _experts(rows=1, dtype=BF16) -> None:
     grouped = RoutingRule(
         8, ExpertScores.SIGMOID, normalizes=True, num_groups=8, top_groups=4, group_terms=2
     )
-    routing.route_experts(torch.zeros(rows, 128), grouped, cut, torch.zeros(128))
+    numbers = torch.zeros(128)
+    routing.route_experts(torch.zeros(rows, 128), grouped, cut, numbers, numbers)
     up, down = (
         reference.make_weight_stack(128, *shape, dtype, CPU, use)
         for shape, use in (((64, 64), WeightUse.GATED_LINEAR), ((64, 32), WeightUse.LINEAR))

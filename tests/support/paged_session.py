@@ -26,7 +26,7 @@ BLOCK_SIZE = 8
 @cache
 def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
     """Returns a tiny checkpoint's model."""
-    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False, why_no_states="")
+    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
 
 
 def _poisoned_states(model: LoadedModel, num_slots: int) -> tuple[torch.Tensor, ...]:

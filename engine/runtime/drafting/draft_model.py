@@ -26,11 +26,14 @@ from engine.runtime.draws.rows import Rows, num_leading_equal
 from engine.runtime.forward.batch_inputs import StepInputs
 from engine.runtime.forward.recorded_steps import RecordedSteps
 from engine.runtime.kv_pool import allocate_pool
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.runtime.weights.described_model import DescribedModel
 from engine.runtime.weights.loader import LoadedModel, load_model
+from engine.speculative_config import DRAFT_MODEL, SpeculativeConfig
 from kvstore.layout import KvLayout
 from kvstore.mover.pool_objects import view_blocks
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "check_draft_model"]
 
 _NUM_TIMED = 4
 _NUM_TIMED_TOKENS = 32
@@ -100,6 +103,34 @@ class _LastRun:
     digest: int = 0
 
 
+def check_draft_model(speculative: SpeculativeConfig) -> None:
+    """Checks, before weights are read, that a draft model has layers that can draft.
+
+    Args:
+        speculative: how tokens are drafted, with a draft model or without one.
+
+    Raises:
+        ConfigurationError: the checkpoint is missing or invalid, or its layers do not have K and V
+            of their own and of one shape.
+    """
+    if speculative.method != DRAFT_MODEL:
+        return
+    name = speculative.model
+    assert name is not None, "the config names a draft model"
+    config = DescribedModel.of(open_checkpoint(name, with_weights=False)).config
+    problem = ""
+    if config.recurrent_layers:
+        number, first = len(config.recurrent_layers), config.recurrent_layers[0]
+        problem = f"{number} recurrent layers, the first of them layer {first}"
+    elif config.kv_shapes or config.kv_sources:
+        problem = "layers that share K and V or have K and V of different shapes"
+    if problem:
+        raise ConfigurationError(
+            f"model of --speculative-config is {name!r}, which has {problem}; such models cannot "
+            "draft"
+        )
+
+
 class DraftModel(Drafter):
     """The draft model of an engine.
 
@@ -142,8 +173,6 @@ class DraftModel(Drafter):
             weights_folder=config.weights_folder,
             max_model_len=info.max_model_len,
             quantized_compute=config.quantized_compute,
-            why_no_states="the model of --speculative-config must have none: a draft model keeps "
-            "no states",
         )
         _check_fits(name, loaded, served, info.max_model_len)
         self._finds_blocks = config.enable_prefix_caching
@@ -307,14 +336,8 @@ def _check_fits(name: str, draft: LoadedModel, served: LoadedModel, max_model_le
     """Checks that a draft model's tokens are those of the served model.
 
     Raises:
-        ConfigurationError: they are not, its texts are too short, or its layers do not have K and V
-            of their own and of one shape.
+        ConfigurationError: they are not, or its texts are too short.
     """
-    if draft.model.config.kv_shapes or draft.model.config.kv_sources:
-        raise ConfigurationError(
-            f"model of --speculative-config is {name!r}, whose layers share K and V or have K and "
-            "V of different shapes; such models cannot draft"
-        )
     digests = draft.tokenizer_digest, served.tokenizer_digest
     is_same = len(set(digests)) == 1 if all(digests) else draft.vocab_size == served.vocab_size
     if not is_same:

@@ -12,7 +12,7 @@ from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runner import ModelInfo, StepCosts
 from engine.runtime.device import resolve_device, used_bytes
 from engine.runtime.drafting.draft_heads import EagleDrafter, MedusaDrafter
-from engine.runtime.drafting.draft_model import DraftModel
+from engine.runtime.drafting.draft_model import DraftModel, check_draft_model
 from engine.runtime.drafting.drafter import Drafter
 from engine.runtime.draws.logits_processors import (
     AnyProcessor,
@@ -123,6 +123,8 @@ class Launcher:
             start_threads(config, self._num_local)
         # Before minutes of loading, as an unknown name is an error.
         processor_classes = load_processors(config.logits_processors)
+        if config.speculative_config is not None:
+            check_draft_model(config.speculative_config)
         self._used_by_others = used_bytes(self._device)
         self._loaded = load_model(
             config.model,
@@ -134,7 +136,6 @@ class Launcher:
             part=part,
             max_model_len=config.max_model_len,
             quantized_compute=config.quantized_compute,
-            why_no_states="",
         )
         model = self._loaded.model.config
         layer_groups = layer_groups_of(model)

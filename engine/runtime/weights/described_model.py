@@ -122,23 +122,6 @@ class DescribedModel:
                 fields.dtype,
             )
 
-    def check_states(self, why: str) -> None:
-        """Checks that the model has no recurrent layers, for callers that keep no states.
-
-        Args:
-            why: why such models are refused.
-
-        Raises:
-            ConfigurationError: it has some.
-        """
-        recurrent = self.config.recurrent_layers
-        if recurrent:
-            with _config_errors(self.checkpoint):
-                raise ConfigFieldError(
-                    f"layer_types has {len(recurrent)} recurrent layers, the first of them layer "
-                    f"{recurrent[0]}; {why}"
-                )
-
     def untied(self) -> "DescribedModel":
         """Returns the same model with an output head that has weights of its own."""
         return replace(self, config=replace(self.config, tie_word_embeddings=False))

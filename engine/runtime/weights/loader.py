@@ -114,7 +114,6 @@ def load_model(
     part: ModelPart = WHOLE_MODEL,
     max_model_len: int | None = None,
     quantized_compute: str = "exact",
-    why_no_states: str = "models with such layers are not supported",
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -131,8 +130,6 @@ def load_model(
             embeddings that are scaled by LongRoPE depend on it.
         quantized_compute: how quantized weights are computed where kernels can: "exact", as the
             dense weights of their numbers, or "fast", with inputs rounded to eight bits.
-        why_no_states: why a model with recurrent layers is refused, for the error; empty if the
-            caller keeps their states.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -142,8 +139,6 @@ def load_model(
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     described = DescribedModel.of(checkpoint, max_model_len)
-    if why_no_states:
-        described.check_states(why_no_states)
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     open_file = _opener(checkpoint, weights_dtype)

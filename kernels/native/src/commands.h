@@ -334,7 +334,8 @@ struct RouteExperts {
   int64_t num_experts;
   int64_t top_k;
   ExpertScores scores;
-  const float* bias;  // [num_experts], for the ranking alone; or null
+  const float* bias;           // [num_experts], for the ranking alone; or null
+  const float* expert_scales;  // [num_experts], factors on weights; or null
   int64_t num_groups;
   int64_t top_groups;
   int64_t group_terms;

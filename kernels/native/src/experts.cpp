@@ -82,15 +82,16 @@ void keep_highest_groups(const RouteExperts& job, const RowMemory& memory) {
   }
 }
 
-// Makes weights of the scores of a row's experts.
+// Makes weights of the scores of a row's experts, which have the numbers `experts`.
 template <class E>
-void weigh(const RouteExperts& job, float* weights) {
+void weigh(const RouteExperts& job, float* weights, const int32_t* experts) {
   if (job.scores == ExpertScores::kSoftmaxOfChosen) softmax(weights, job.top_k);
   float total = kMinWeightSum;
   for (int64_t i = 0; i < job.top_k; ++i) total += weights[i];
   for (int64_t i = 0; i < job.top_k; ++i) {
     if (job.normalizes) weights[i] /= total;
     weights[i] *= static_cast<float>(job.scale);
+    if (job.expert_scales) weights[i] *= job.expert_scales[experts[i]];
     if (job.rounds) weights[i] = E::widen_one(E::narrow_one(weights[i]));
   }
 }
@@ -112,12 +113,13 @@ void choose(const RouteExperts& job, int64_t row, const RowMemory& memory) {
   if (job.top_groups < job.num_groups) keep_highest_groups(job, memory);
   move_highest(memory.ranking, job.num_experts, job.top_k);
   float* weights = job.weights + row * job.top_k;
+  int32_t* experts = job.slots + row * job.top_k;
   for (int64_t i = 0; i < job.top_k; ++i) {
     const int64_t expert = memory.ranking[i].second;
     weights[i] = scores[expert];
-    job.slots[row * job.top_k + i] = static_cast<int32_t>(expert);
+    experts[i] = static_cast<int32_t>(expert);
   }
-  weigh<E>(job, weights);
+  weigh<E>(job, weights, experts);
 }
 
 // Sorts the pairs of rows and experts by expert, and replaces experts by slots.
