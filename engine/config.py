@@ -30,8 +30,8 @@ __all__ = [
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_COMPUTE = ("exact", "fast")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
-KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")
+KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
 _MAX_JSON_WHITESPACE = 256
 
@@ -75,7 +75,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "type of KV; auto uses that of --dtype, fp8_e4m3 takes about half the bytes of bfloat16",
+        "type of KV; auto uses that of --dtype, fp8_e4m3 and int8 take about half the bytes of "
+        "bfloat16",
         choices=KV_CACHE_DTYPES,
     )
     device: str = flag(

@@ -129,7 +129,7 @@ class PagedKv:
 
     Attributes:
         pool: `[num_blocks, layers_per_block, num_parts, num_kv_heads, block_size, head_dim]`, any
-            strides, of the model's type, or float8_e4m3fn with `scales`.
+            strides, of the model's type, or float8_e4m3fn or int8 with `scales`.
         layer_groups: per layer group, the KV that the step writes and reads.
         slots: per layer, (layer group, index within the layer group's blocks).
         logit_rows: the tokens whose logits are wanted; None for all. Once the last layer's KV is

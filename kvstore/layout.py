@@ -8,12 +8,12 @@ tensor parallelism can slice them. Of two parts, the first is K and the second V
 Latent attention has one part and one head: the vector from which each token's K
 and V of all heads are computed.
 
-In "fp8_e4m3" each token's vector of a part and head is 8-bit floats with a factor.
-The factors of a layer, part and head lie behind its elements, and the pool
-consists of bytes:
+In "fp8_e4m3" and "int8" each token's vector of a part and head is 8-bit floats, or
+integers, with a factor. The factors of a layer, part and head lie behind its elements,
+and the pool consists of bytes:
 
     pool: [num_blocks, num_layers, num_parts, num_kv_heads, block_size * (head_dim + 4)] uint8
-                         | block_size * head_dim float8_e4m3fn | block_size float32 |
+               | block_size * head_dim float8_e4m3fn or int8 | block_size float32 |
 
 Recurrent layers have no K and V, but a state per sequence: `StateLayout`.
 
@@ -27,7 +27,9 @@ from typing import Self
 __all__ = [
     "DTYPE_BYTES",
     "FP8",
+    "INT8",
     "LAYOUT_VERSION",
+    "NARROW_DTYPES",
     "SCALE_BYTES",
     "KvLayout",
     "KvShape",
@@ -39,6 +41,9 @@ LAYOUT_VERSION = 1
 _STATE_LAYOUT_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 FP8 = "fp8_e4m3"
+INT8 = "int8"
+# The types with factors, and the torch names of their elements.
+NARROW_DTYPES = {FP8: "float8_e4m3fn", INT8: "int8"}
 SCALE_BYTES = DTYPE_BYTES["float32"]
 _ALIGNMENT = 16
 
@@ -72,7 +77,7 @@ class KvLayout:
         num_kv_heads: KV heads of a layer.
         block_size: tokens of a block.
         head_dim: elements of one token's vector of one part and head.
-        dtype: element type: a torch name, or `FP8`.
+        dtype: element type: a torch name, or one of `NARROW_DTYPES`.
         num_parts: 2 for K and V, 1 for a latent vector.
         group_shapes: per layer group, the shape of a block of its layers, if not all have this
             one. All such blocks have the same size; the first shape is that of the layout.
@@ -124,7 +129,7 @@ class KvLayout:
     @property
     def has_scales(self) -> bool:
         """Whether each token's vector of a part and head has a factor."""
-        return self.dtype == FP8
+        return self.dtype in NARROW_DTYPES
 
     @property
     def pool_dtype(self) -> str:

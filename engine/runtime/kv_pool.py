@@ -13,7 +13,7 @@ from engine.kv_cache.spec import KvCacheSpec, LayerGroups
 from engine.runtime.forward.memory_plan import MemoryPlan
 from engine.runtime.weights.loader import LoadedModel
 from kernels import EngineRanks
-from kvstore.layout import DTYPE_BYTES, FP8, SCALE_BYTES, KvLayout, KvShape
+from kvstore.layout import DTYPE_BYTES, FP8, NARROW_DTYPES, SCALE_BYTES, KvLayout, KvShape
 from kvstore.transfer_form import PoolShare
 
 __all__ = [
@@ -90,16 +90,16 @@ def decide_layout(config: EngineConfig, loaded: LoadedModel, groups: LayerGroups
             flag to change.
     """
     dtype = loaded.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    if dtype == FP8 and groups.shapes:
+    if dtype in NARROW_DTYPES and groups.shapes:
         raise ConfigurationError(
-            f"--kv-cache-dtype is {FP8}; it works with models whose layers all have K and V of one "
-            "shape"
+            f"--kv-cache-dtype is {dtype}; it works with models whose layers all have K and V of "
+            "one shape"
         )
     first = groups.shapes[0] if groups.shapes else KvShape(loaded.num_kv_heads, loaded.head_dim)
     whole = SCALE_BYTES // math.gcd(SCALE_BYTES, loaded.head_dim)
-    if dtype == FP8 and config.block_size % whole:
+    if dtype in NARROW_DTYPES and config.block_size % whole:
         raise ConfigurationError(
-            f"--block-size is {config.block_size}; with --kv-cache-dtype {FP8} and heads of "
+            f"--block-size is {config.block_size}; with --kv-cache-dtype {dtype} and heads of "
             f"{loaded.head_dim} elements it must be a multiple of {whole}"
         )
     return KvLayout(

@@ -40,8 +40,8 @@ def paged_attention(
     Args:
         query: `[num_tokens, num_heads, head_dim]`, sequences end to end.
         kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
-            type of `query`, or float8_e4m3fn with `kv_scales`. With `value_dim` the second axis
-            has one entry.
+            type of `query`, or float8_e4m3fn or int8 with `kv_scales`. With `value_dim` the second
+            axis has one entry.
         meta: which rows belong to which sequence, and where its blocks are.
         scale: factor on the scores.
         sliding_window: how many tokens a query attends to, itself included; None for all.
@@ -103,7 +103,7 @@ class _Cache:
         # Viewed as bytes, since not every operation supports float8.
         narrow = self.kv_layer.view(torch.uint8).index_select(0, block_ids)
         scales = self.kv_scales.index_select(0, block_ids).unsqueeze(-1)
-        return (narrow.view(torch.float8_e4m3fn).float() * scales).to(self.dtype)
+        return (narrow.view(self.kv_layer.dtype).float() * scales).to(self.dtype)
 
     def keys_and_values(self, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of `[num_parts, ..., head_dim]`."""

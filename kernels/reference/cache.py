@@ -10,7 +10,8 @@ from kernels.reference.pointwise import apply_rotary, rms_norm
 
 __all__ = ["quantize_kv", "rotate_and_write_kv", "rotate_and_write_latent", "write_kv"]
 
-_FP8 = torch.float8_e4m3fn
+# The largest elements of the types whose vectors have factors.
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @kernel("query.device", "query.dtype")
@@ -34,7 +35,7 @@ def rotate_and_write_kv(
         key: `[num_tokens, num_kv_heads, head_dim]`; its contents are undefined afterwards.
         value: `[num_tokens, num_kv_heads, head_dim]`; may be `key`.
         kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
-            type of `query`, or float8_e4m3fn with `kv_scales`.
+            type of `query`, or float8_e4m3fn or int8 with `kv_scales`.
         meta: its `slot_mapping` holds the slots that K and V are written to.
         rotation: None for models without rotary positions.
         norms: None for models without norms of heads.
@@ -80,7 +81,7 @@ def rotate_and_write_latent(
         latent: `[num_tokens, head_dim]`, a latent vector before norm and rotation; its contents
             are undefined afterwards.
         kv_layer: `[num_blocks, 1, 1, block_size, head_dim]`, any strides, of the type of
-            `query`, or float8_e4m3fn with `kv_scales`.
+            `query`, or float8_e4m3fn or int8 with `kv_scales`.
         meta: its `slot_mapping` holds the slots that the vectors are written to.
         norm_weight: `[latent_dim]`; the norm is that of the first elements.
         eps: added to the mean of squares.
@@ -118,7 +119,7 @@ def write_kv(
     Args:
         parts: each `[num_tokens, num_kv_heads, head_dim]`.
         kv_layer: `[num_blocks, num_parts, num_kv_heads, block_size, head_dim]`, any strides, of
-            the type of `parts`, or float8_e4m3fn with `kv_scales`.
+            the type of `parts`, or float8_e4m3fn or int8 with `kv_scales`.
         slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`, all different.
         kv_scales: `[num_blocks, num_parts, num_kv_heads, block_size]` float32, any strides;
             receives the factors of the written vectors, see `quantize_kv`.
@@ -129,26 +130,31 @@ def write_kv(
         if kv_scales is None:
             kv_layer[block_ids, index, :, offsets] = states
             continue
-        narrow, scales = quantize_kv(states)
+        narrow, scales = quantize_kv(states, kv_layer.dtype)
         # Viewed as bytes, since not every operation supports float8.
         kv_layer.view(torch.uint8)[block_ids, index, :, offsets] = narrow.view(torch.uint8)
         kv_scales[block_ids, index, :, offsets] = scales
 
 
-def quantize_kv(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts K or V to 8-bit floats with a factor per vector: `states = narrow * scale`.
+def quantize_kv(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts K or V to 8-bit elements with a factor per vector: `states = narrow * scale`.
 
     Each token and head has its own factor, so the stored bits depend on the token alone, not on
-    its block or on how the prompt was divided into chunks. NaN and infinity are kept.
+    its block or on how the prompt was divided into chunks.
 
     Args:
         states: `[..., head_dim]`.
+        dtype: float8_e4m3fn or int8.
 
     Returns:
-        `narrow`, float8_e4m3fn shaped as `states`; and `scale`, `[...]` float32, above 0 for finite
-        vectors.
+        `narrow`, of type `dtype`, shaped as `states`; and `scale`, `[...]` float32, above 0 for
+        finite vectors. Vectors with NaN or infinity become zeros with a factor of NaN.
     """
     wide = states.float()
-    scales = wide.abs().amax(-1) / torch.finfo(_FP8).max
+    scales = wide.abs().amax(-1) / _LARGEST[dtype]
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    return (wide / scales.unsqueeze(-1)).to(_FP8), scales
+    scales = scales.where(scales.isfinite(), torch.nan)
+    narrow = (wide / scales.unsqueeze(-1)).nan_to_num_(nan=0.0)
+    if not dtype.is_floating_point:
+        narrow.round_()
+    return narrow.to(dtype), scales

@@ -93,7 +93,7 @@ class _Step:
         if self.kv_scales is None:
             assert kv_layer.dtype == query.dtype
         else:
-            assert kv_layer.dtype == torch.float8_e4m3fn
+            assert kv_layer.dtype in (torch.float8_e4m3fn, torch.int8)
             assert self.kv_scales.dtype == torch.float32
             assert self.kv_scales.shape == kv_layer.shape[:4]
 

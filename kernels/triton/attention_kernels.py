@@ -239,14 +239,15 @@ def _attend_tiles(
         if not IS_LATENT:
             value = tl.load(pointers + kv_kind_stride, mask=is_element, other=0.0)
 
-        key = tl.trans(key.to(queries.dtype))
+        key = tl.trans(_widened(key, queries.dtype))
         scores = tl.full([queries.shape[0], BLOCK_N], 0.0, tl.float32)
         scores = product(queries, key, scores)
         if REST_DIM > 0:
             rest = tl.arange(0, PADDED_REST)
             is_rest = is_read[:, None] & (rest < REST_DIM)[None, :]
             rest_pointers = keys + offsets[:, None] + HEAD_DIM + rest[None, :]
-            rest_key = tl.trans(tl.load(rest_pointers, mask=is_rest, other=0.0).to(queries.dtype))
+            rest_key = tl.load(rest_pointers, mask=is_rest, other=0.0)
+            rest_key = tl.trans(_widened(rest_key, queries.dtype))
             scores = product(rest_queries, rest_key, scores)
         scores *= score_factor
         if kv_scales is not None:
@@ -270,10 +271,18 @@ def _attend_tiles(
         sums = sums * decay + tl.sum(weights, 1)
         if kv_scales is not None:
             weights *= tl.load(scale_pointers + scale_kind_stride, mask=is_read, other=0.0)[None, :]
-        value = value.to(weight_type)
+        value = _widened(value, weight_type)
         results = product(weights.to(weight_type), value, results * decay[:, None])
         maxima = new_maxima
     return results, sums, maxima
+
+
+@triton.jit
+def _widened(states, dtype: tl.constexpr):
+    """Converts K or V to the type of an operand, which holds all 8-bit elements."""
+    if states.dtype == tl.int8:
+        states = states.to(tl.float32)
+    return states.to(dtype)
 
 
 @triton.jit

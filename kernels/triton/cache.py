@@ -14,17 +14,19 @@ from kernels.triton.pointwise import times_weight
 __all__ = [
     "largest_of",
     "load_parts",
-    "narrow_bits",
+    "narrow_elements",
     "rotate_and_write_kv",
     "rounded",
     "scale_of",
     "store_parts",
     "turn",
+    "with_float_bits",
 ]
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _BITS_OF_16384 = tl.constexpr(0x46800000)  # as float32
-_BITS_OF_448, _BITS_OF_NAN = tl.constexpr(0x7E), tl.constexpr(0x7F)  # as float8_e4m3fn
+_BITS_OF_448 = tl.constexpr(0x7E)  # as float8_e4m3fn
+_SHIFTER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
 
 
 @TRITON.implements(reference.rotate_and_write_kv)
@@ -55,8 +57,7 @@ def rotate_and_write_kv(
     is_query_changed = rotation is not None or norms is not None
     num_query_parts = triton.cdiv(num_heads, heads_block) if is_query_changed else 0
     num_parts = num_query_parts + triton.cdiv(num_kv_heads, heads_block)
-    # Viewed as bytes: the kernel computes the bits of 8-bit floats itself.
-    cache = kv_layer if kv_scales is None else kv_layer.view(torch.uint8)
+    cache = with_float_bits(kv_layer)
     _rotate_and_write_kv_kernel[(num_tokens, num_parts)](
         query,
         key,
@@ -133,7 +134,7 @@ def _rotate_and_write_kv_kernel(
 
     Program (i, j) processes token i: for j < num_query_parts the j-th `HEADS` heads of its query,
     otherwise `HEADS` heads of its key and value. It normalizes if there are weights, rotates if
-    there are cosines, and writes 8-bit floats if there are scales.
+    there are cosines, and writes 8-bit elements if there are scales.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -271,18 +272,18 @@ def _store_scaled(
     num_first,
     PART: tl.constexpr,
 ):
-    """Stores parts; if there are scales, as 8-bit floats and a factor per head.
-
-    The same as `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
-    `narrow = states / scale`.
+    """Stores parts; if there are scales, as 8-bit elements and a factor per head, the same as
+    `reference.cache.quantize_kv`.
     """
     if scales is None:
         store_parts(first, second, starts, dim_stride, is_head, head_dim, num_first, PART)
     else:
-        scale = scale_of(tl.maximum(largest_of(first), largest_of(second)))
+        dtype = starts.dtype.element_ty
+        scale = scale_of(tl.maximum(largest_of(first), largest_of(second)), dtype)
         tl.store(scales + offsets, scale, mask=is_head)
-        first_bits, second_bits = narrow_bits(first, scale), narrow_bits(second, scale)
-        store_parts(first_bits, second_bits, starts, dim_stride, is_head, head_dim, num_first, PART)
+        first = narrow_elements(first, scale, dtype)
+        second = narrow_elements(second, scale, dtype)
+        store_parts(first, second, starts, dim_stride, is_head, head_dim, num_first, PART)
 
 
 @triton.jit
@@ -293,19 +294,38 @@ def largest_of(states):
 
 
 @triton.jit
-def scale_of(largest):
-    """Returns the factors of 8-bit vectors whose elements have these largest magnitudes."""
-    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), _TINY)
+def scale_of(largest, dtype: tl.constexpr):
+    """Returns the factors of 8-bit vectors whose elements have these largest magnitudes.
+
+    dtype: of the elements; uint8 for the bits of float8_e4m3fn.
+    """
+    limit: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32)), _TINY)
+    return tl.where(scale < float("inf"), scale, float("nan"))
 
 
 @triton.jit
-def narrow_bits(states, scale):
-    """Returns the bits of `states / scale` as float8_e4m3fn, rounded to nearest, ties to even.
+def narrow_elements(states, scale, dtype: tl.constexpr):
+    """Returns `states / scale` as 8-bit elements, rounded to nearest, ties to even; NaN becomes 0.
+
+    dtype: as in `scale_of`.
+    """
+    quotients = tl.div_rn(states, tl.broadcast_to(scale[:, None], states.shape))
+    quotients = tl.where(quotients == quotients, quotients, 0.0)
+    if dtype == tl.int8:
+        narrow = ((quotients + _SHIFTER) - _SHIFTER).to(tl.int8)
+    else:
+        narrow = _float8_bits(quotients)
+    return narrow
+
+
+@triton.jit
+def _float8_bits(numbers):
+    """Returns the bits of finite numbers as float8_e4m3fn.
 
     Not every GPU has an instruction for it, and the interpreter's conversion is not exact.
     """
-    quotients = tl.div_rn(states, tl.broadcast_to(scale[:, None], states.shape))
-    magnitudes = tl.abs(quotients)
+    magnitudes = tl.abs(numbers)
     wide = magnitudes.to(tl.int32, bitcast=True)
     # 3 of 23 bits of the mantissa are kept, and the exponent's bias is 7 instead of 127: the
     # rounding addend carries into the last bit kept, and from there into the exponent.
@@ -313,8 +333,7 @@ def narrow_bits(states, scale):
     # Below 2^-6 numbers lie 2^-9 apart, as those of float32 from 2^14 on: adding rounds.
     subnormal = (magnitudes + 16384.0).to(tl.int32, bitcast=True) - _BITS_OF_16384
     bits = tl.minimum(tl.where(magnitudes < 0.015625, subnormal, normal), _BITS_OF_448)
-    bits = tl.where(quotients == quotients, bits, _BITS_OF_NAN)
-    sign = (quotients.to(tl.int32, bitcast=True) >> 24) & 0x80
+    sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (bits | sign).to(tl.uint8)
 
 
@@ -326,3 +345,8 @@ def rounded(states, like):
 
 def _with_dense_heads(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def with_float_bits(kv_layer: torch.Tensor) -> torch.Tensor:
+    """Views 8-bit floats as bytes: kernels compute their bits themselves."""
+    return kv_layer.view(torch.uint8) if kv_layer.dtype is torch.float8_e4m3fn else kv_layer

@@ -11,11 +11,12 @@ from kernels.paged_kv import AttentionMetadata, Rotation
 from kernels.triton.cache import (
     largest_of,
     load_parts,
-    narrow_bits,
+    narrow_elements,
     rounded,
     scale_of,
     store_parts,
     turn,
+    with_float_bits,
 )
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import times_weight, with_dense_columns
@@ -51,8 +52,7 @@ def rotate_and_write_latent(
     launch = launch_table(query.device).rotate_and_write_kv.for_size(2 * num_pairs)
     heads_block = max(1, launch.block_size // (2 * part_block))
     num_query_parts = triton.cdiv(num_heads, heads_block)
-    # Viewed as bytes: the kernel computes the bits of 8-bit floats itself.
-    cache = kv_layer if kv_scales is None else kv_layer.view(torch.uint8)
+    cache = with_float_bits(kv_layer)
     block_stride, _, _, slot_stride, dim_stride = cache.stride()
     scale_strides = (0, 0) if kv_scales is None else (kv_scales.stride(0), kv_scales.stride(3))
     _rotate_and_write_latent_kernel[(num_tokens, num_query_parts + 1)](
@@ -115,7 +115,7 @@ def _rotate_and_write_latent_kernel(
 ):
     """`query = turn(end of query)`, `cache[slot] = norm(latent), turn(end of latent)`.
 
-    Program (i, 0) writes the vector of token i, as 8-bit floats if there are scales; program
+    Program (i, 0) writes the vector of token i, as 8-bit elements if there are scales; program
     (i, j) rotates the j-th `HEADS` heads of its query.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -150,11 +150,11 @@ def _rotate_and_write_latent_kernel(
         if scales is not None:
             scale_place = block * scale_block_stride + offset * scale_slot_stride
             largest = tl.maximum(largest_of(first_key), largest_of(second_key))
-            scale = scale_of(tl.maximum(largest, largest_of(states)))
+            scale = scale_of(tl.maximum(largest, largest_of(states)), cache.dtype.element_ty)
             tl.store(scales + scale_place + only, scale)
-            states = narrow_bits(states, scale)
-            first_key = narrow_bits(first_key, scale)
-            second_key = narrow_bits(second_key, scale)
+            states = narrow_elements(states, scale, cache.dtype.element_ty)
+            first_key = narrow_elements(first_key, scale, cache.dtype.element_ty)
+            second_key = narrow_elements(second_key, scale, cache.dtype.element_ty)
         dtype = cache.dtype.element_ty
         tl.store(place + columns * cache_dim_stride, states.to(dtype), mask=mask)
         targets = place + latent_dim * cache_dim_stride + only

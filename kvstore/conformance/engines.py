@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from kvstore.driver import ConnectorDriver
-from kvstore.layout import FP8, KvLayout
+from kvstore.layout import FP8, INT8, KvLayout
 from kvstore.registry import open_connector
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
@@ -31,6 +31,7 @@ LAYOUTS = (
     ),
     KvLayout(num_layers=6, num_kv_heads=2, block_size=16, head_dim=128, dtype="float16"),
     KvLayout(num_layers=4, num_kv_heads=4, block_size=16, head_dim=32, dtype=FP8),
+    KvLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=6, dtype=INT8),
 )
 
 Prompt = tuple[bytes, ...]

@@ -19,7 +19,7 @@ from typing_extensions import override
 from baton.common.errors import ConfigurationError
 from kernels import gather_blocks, scatter_blocks
 from kernels.reference.cache import quantize_kv
-from kvstore.layout import DTYPE_BYTES, FP8, KvLayout
+from kvstore.layout import DTYPE_BYTES, NARROW_DTYPES, KvLayout
 from kvstore.transfer_form import BlockSlicing
 
 __all__ = [
@@ -67,7 +67,7 @@ def view_blocks(blocks: torch.Tensor, layout: KvLayout) -> BlockViews:
         sizes = tuple((shape.num_layers, shape.num_kv_heads, shape.head_dim) for shape in shapes)
         return BlockViews(blocks, None, sizes)
     num_elements = layout.block_size * layout.head_dim
-    states = blocks[..., :num_elements].view(torch.float8_e4m3fn)
+    states = blocks[..., :num_elements].view(getattr(torch, NARROW_DTYPES[layout.dtype]))
     scales = blocks[..., num_elements:].view(torch.float32)
     return BlockViews(states.view(*scales.shape, layout.head_dim), scales)
 
@@ -310,19 +310,22 @@ def convert(views: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | N
         K and V of that type, and whether a finite number became infinite: a bool scalar, or None
         if certainly none did.
     """
-    if dtype == FP8:
-        return BlockViews(*quantize_kv(views.states)), None
     wide = views.states
     if views.scales is not None:
-        wide = _widened(wide.view(torch.uint8)) * views.scales.unsqueeze(-1)
+        wide = _widened(wide) * views.scales.unsqueeze(-1)
+    if dtype in NARROW_DTYPES:
+        return BlockViews(*quantize_kv(wide, getattr(torch, NARROW_DTYPES[dtype]))), None
     narrow = wide.to(getattr(torch, dtype))
     return BlockViews(narrow, None), _overflowed(wide, narrow)
 
 
 def _widened(narrow: torch.Tensor) -> torch.Tensor:
-    """Converts 8-bit floats, as bytes, to float32 by a table: torch's own conversion takes five
-    times as long on a CPU.
+    """Converts 8-bit elements to float32: floats, which may be viewed as bytes, by a table, because
+    torch's own conversion takes five times as long on a CPU.
     """
+    if narrow.dtype is torch.int8:
+        return narrow.float()
+    narrow = narrow.view(torch.uint8)
     table = torch.arange(256, dtype=torch.uint8, device=narrow.device).view(torch.float8_e4m3fn)
     return table.float().index_select(0, narrow.flatten().int()).view(narrow.shape)
 

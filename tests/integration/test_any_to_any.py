@@ -259,7 +259,7 @@ def test_decode_rounds_loaded_kv_to_8_bits_as_if_it_had_computed_it(tmp_path: Pa
     theirs, ours = (
         _cached_blocks(core, handed.handoff.block_keys[:3]) for core in (prefill, decode)
     )
-    narrow, scales = quantize_kv(theirs)
+    narrow, scales = quantize_kv(theirs, torch.float8_e4m3fn)
     views = view_blocks(ours, decode.info.layout)
     assert torch.equal(views.states.view(torch.uint8), narrow.view(torch.uint8))
     assert torch.equal(views.scales, scales)

@@ -115,8 +115,9 @@ def test_sinks_far_from_zero(sink, dtype):
     case.check()
 
 
-def test_sinks_of_a_quantized_cache():
-    make_case(MIXES["mixed"], soft_cap=5.0, has_sinks=True).quantized().check()
+@pytest.mark.parametrize("narrow_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_sinks_of_a_quantized_cache(narrow_dtype):
+    make_case(MIXES["mixed"], soft_cap=5.0, has_sinks=True).quantized(narrow_dtype).check()
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,4 +1,4 @@
-"""Writing and reading a KV cache of 8-bit floats with scales, in a pool full of NaN."""
+"""Writing and reading a KV cache of 8-bit elements with scales, in a pool full of NaN."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 import kernels
 from kernels import reference
 from kernels.reference.cache import quantize_kv
-from kvstore.layout import KvLayout
+from kvstore.layout import NARROW_DTYPES, KvLayout
 from kvstore.mover.pool_objects import view_blocks
 from tests.support.kernel_checks import DTYPES, eps_of, normal
 from tests.support.paged_batches import shuffled_tables, step_metadata
@@ -22,8 +22,8 @@ _STEPS = {
 }
 
 
-def _new_pool(num_blocks, block_size, head_dim):
-    layout = KvLayout(3, _HEADS[1], block_size, head_dim, "fp8_e4m3")
+def _new_pool(num_blocks, block_size, head_dim, narrow_dtype):
+    layout = KvLayout(3, _HEADS[1], block_size, head_dim, narrow_dtype)
     pool = torch.full((num_blocks, *layout.block_shape), 0xFF, dtype=torch.uint8)
     return view_blocks(pool, layout)
 
@@ -35,17 +35,18 @@ def _write(views, key, value, meta):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", _STEPS)
-def test_attention_reads_the_rounded_cache(step, dtype, sliding_window):
+def test_attention_reads_the_rounded_cache(step, dtype, narrow_dtype, sliding_window):
     spans, block_size, head_dim = _STEPS[step], 4, 16
     tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed=1)
-    views = _new_pool(num_blocks, block_size, head_dim)
+    views = _new_pool(num_blocks, block_size, head_dim, narrow_dtype)
     rounded = torch.full(views.states[:, _LAYER].shape, torch.nan, dtype=dtype)
     for seed, ((start, length), table) in enumerate(zip(spans, tables, strict=True)):
         _, whole = step_metadata([(0, start + length)], [table], block_size)
         kv = normal(2, start + length, _HEADS[1], head_dim, dtype=dtype, seed=seed)
-        narrow, scales = quantize_kv(kv)
+        narrow, scales = quantize_kv(kv, views.states.dtype)
         kept = (narrow.float() * scales.unsqueeze(-1)).to(dtype)
         reference.rotate_and_write_kv(kv[0], *kept, rounded, whole)
         _write(views, *kv, whole)
@@ -62,8 +63,9 @@ def test_attention_reads_the_rounded_cache(step, dtype, sliding_window):
     assert output.isfinite().all()
 
 
-def test_a_step_writes_its_slots_and_no_others():
-    views = _new_pool(5, 4, 3)
+@pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
+def test_a_step_writes_its_slots_and_no_others(narrow_dtype):
+    views = _new_pool(5, 4, 3, narrow_dtype)
     tokens = normal(2, 6, _HEADS[1], 3)
     slots = torch.tensor([7, 0, 19, 4, 12, 13])
     _, meta = step_metadata([(0, 6)], [[0, 1]], 4)
@@ -72,7 +74,7 @@ def test_a_step_writes_its_slots_and_no_others():
         block, offset = divmod(slot, 4)
         states = views.states[block, _LAYER, :, :, offset]
         scales = views.scales[block, _LAYER, :, :, offset]
-        narrow, factors = quantize_kv(tokens[:, token])
+        narrow, factors = quantize_kv(tokens[:, token], states.dtype)
         assert torch.equal(states.view(torch.uint8), narrow.view(torch.uint8))
         assert torch.equal(scales, factors)
         states.view(torch.uint8).fill_(0xFF)

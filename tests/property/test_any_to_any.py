@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.state_pool import StateMemory, num_region_blocks
 from kernels.reference.cache import quantize_kv, write_kv
-from kvstore.layout import FP8, KvLayout, StateLayout, StatePart
+from kvstore.layout import FP8, INT8, NARROW_DTYPES, KvLayout, StateLayout, StatePart
 from kvstore.mover import staging
 from kvstore.mover.copies import ConvertingCopier, HostCopier
 from kvstore.mover.mover import copier_for
@@ -21,7 +21,7 @@ from kvstore.mover.pool_objects import ConvertedObjects, view_blocks
 from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing, PoolShare, RangeError, TransferForm, object_runs
 
-DTYPES = ("float32", "bfloat16", "float16", FP8)
+DTYPES = ("float32", "bfloat16", "float16", FP8, INT8)
 NUM_POOL_BLOCKS, NUM_SLOTS = 5, 3
 LAYERS, HEADS, HEAD_DIM = 4, 4, 8
 
@@ -92,7 +92,7 @@ def make_pool(
     if views.scales is None:
         views.states.copy_(states)
     else:
-        narrow, scales = quantize_kv(states)
+        narrow, scales = quantize_kv(states, views.states.dtype)
         views.states.view(torch.uint8).copy_(narrow.view(torch.uint8))
         views.scales.copy_(scales)
     region = blocks[NUM_POOL_BLOCKS:].view(-1).view(torch.uint8)
@@ -106,9 +106,9 @@ def _torch(dtype: str) -> torch.dtype:
 
 def as_type(tokens: torch.Tensor, dtype: str) -> torch.Tensor:
     """Rounds tokens to a type; returns them in float32."""
-    if dtype != FP8:
+    if dtype not in NARROW_DTYPES:
         return tokens.to(_torch(dtype)).float()
-    narrow, scales = quantize_kv(tokens)
+    narrow, scales = quantize_kv(tokens, _torch(NARROW_DTYPES[dtype]))
     return narrow.float() * scales.unsqueeze(-1)
 
 
@@ -296,11 +296,15 @@ def test_only_the_valid_tokens_of_a_partial_tail_are_sent(
     assert not arrived[..., num_tokens:, :].any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "narrow"), [("bfloat16", INT8), ("float16", FP8), ("float32", INT8)]
+)
+def test_blocks_loaded_into_an_8_bit_pool_equal_those_written_by_the_engine(
+    dtype: str, narrow: str
+) -> None:
     form = TransferForm(4, dtype)
     source = make_pool(form, 1, PoolShare(), dtype)
-    target = make_pool(form, 2, PoolShare(), FP8, seed=1)
+    target = make_pool(form, 2, PoolShare(), narrow, seed=1)
     expected = target.blocks.clone()
     views = view_blocks(expected, target.slicing.layout)
     states = view_blocks(source.blocks, source.slicing.layout).states
@@ -335,7 +339,7 @@ def _fill(pool: Pool, number: int, byte: int) -> None:
         views.scales[block, :, :, :, tokens].view(torch.uint8).fill_(byte)
 
 
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", FP8])
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", FP8, INT8])
 @pytest.mark.parametrize("number", [65_600.0, -1e6])
 def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
     pool_dtype: str, number: float
@@ -348,7 +352,7 @@ def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
     if views.scales is None:
         views.states[1, 0, 1, 2, 5] = number
     else:
-        narrow, scales = quantize_kv(states)
+        narrow, scales = quantize_kv(states, views.states.dtype)
         views.states.view(torch.uint8)[1, 0, 1, 2, 5] = narrow.view(torch.uint8)[0]
         views.scales[1, 0, 1, 2, 5] = scales[0]
     for places in ([2, 3], [1, *pool.units_of(1), 2, 3], [2, 3, *pool.units_of(0), 1]):
@@ -357,11 +361,12 @@ def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
     assert len(gather(pool, [*pool.units_of(0), 2])) == len(pool.units_of(0)) + 1
 
 
-def test_non_finite_numbers_stay_non_finite() -> None:
+@pytest.mark.parametrize("narrow", NARROW_DTYPES)
+def test_non_finite_numbers_stay_non_finite(narrow: str) -> None:
     form = TransferForm(4, "float16")
     pool = make_pool(form, 1, PoolShare(), "bfloat16")
     pool.blocks[1, 0, 0, 0, 0, :2] = torch.tensor([torch.inf, torch.nan])
-    other = make_pool(form, 1, PoolShare(), FP8)
+    other = make_pool(form, 1, PoolShare(), narrow)
     scatter(other, gather(pool, [1]), [2])
     assert not other.tokens[0, 0, 0, 8].isfinite().any()
     assert other.tokens[0, 0, 1, 8].isfinite().all()

@@ -33,7 +33,7 @@ class AttentionCase:
         scale: factor on the scores.
         soft_cap: cap of the scores; None for none.
         sinks: `[num_heads]`, of the type of `query`; None for none.
-        scales_pool: scales of a pool of 8-bit floats, laid out as its tokens.
+        scales_pool: scales of a pool of 8-bit elements, laid out as its tokens.
         value_dim: elements of a value of latent attention; None if the pool holds V.
     """
 
@@ -112,12 +112,12 @@ class AttentionCase:
             scales_pool=scales_pool,
         )
 
-    def quantized(self) -> "AttentionCase":
-        """Returns the case with a pool of 8-bit floats; it expects results of the rounded KV."""
-        narrow, scales_pool = quantize_kv(self.pool)
+    def quantized(self, dtype: torch.dtype = torch.float8_e4m3fn) -> "AttentionCase":
+        """Returns the case with a pool of 8-bit elements; it expects results of the rounded KV."""
+        narrow, scales_pool = quantize_kv(self.pool, dtype)
         contexts = []
         for context in self.contexts:
-            parts = [quantize_kv(states) for states in context[: self.pool.shape[2]]]
+            parts = [quantize_kv(states, dtype) for states in context[: self.pool.shape[2]]]
             wide = [part.double() * scales.double().unsqueeze(-1) for part, scales in parts]
             contexts.append((wide[0], wide[-1][..., : self.value_dim]))
         return replace(self, pool=narrow, scales_pool=scales_pool, contexts=contexts)

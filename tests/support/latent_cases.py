@@ -164,8 +164,8 @@ def check_head_linear(ops, num_tokens, num_heads, shape, *, dtype, num_copied=0,
     return out
 
 
-def quantized(case):
-    """Returns the case with a pool of 8-bit floats."""
+def quantized(case, dtype=torch.float8_e4m3fn):
+    """Returns the case with a pool of 8-bit elements."""
     scales = torch.full(case.pool.shape[:5], torch.nan, device=case.pool.device)
     narrow = torch.full(case.pool.shape, 0xFF, dtype=torch.uint8, device=case.pool.device)
-    return replace(case, pool=narrow.view(torch.float8_e4m3fn), scales=scales)
+    return replace(case, pool=narrow.view(dtype), scales=scales)

@@ -51,21 +51,22 @@ __all__ = ["CASES"]
 CPU = torch.device("cpu")
 DECODE, PROMPTS = [(300, 1), (17, 1)], [(300, 1), (0, 70), (33, 40)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
-def _prepare(dtype=BF16, *, is_narrow=False, **options) -> None:
+def _prepare(dtype=BF16, *, narrow_dtype=None, **options) -> None:
     case = preparation_case(
         num_heads=8, num_kv_heads=2, head_dim=128, block_size=16, dtype=dtype, **options
     )
     pool, scales = case.pool[:, 1], None
-    if is_narrow:
-        pool, scales = pool.to(torch.float8_e4m3fn), torch.empty(pool.shape[:4])
+    if narrow_dtype is not None:
+        pool, scales = pool.to(narrow_dtype), torch.empty(pool.shape[:4])
     cache.rotate_and_write_kv(
         *case.parts(), pool, case.meta, rotation=case.rotation, norms=case.norms, kv_scales=scales
     )
 
 
-def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, **rule):
+def _attend(spans, dtype=BF16, *, window=None, narrow_dtype=None, head_dim=128, **rule):
     case = attention_case(
         spans,
         num_heads=8,
@@ -75,11 +76,11 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, **
         dtype=dtype,
         **rule,
     )
-    case = case.quantized() if is_narrow else case
+    case = case if narrow_dtype is None else case.quantized(narrow_dtype)
     case.attend(window, module=attention)
 
 
-def _attend_latent(spans, dtype=BF16, *, is_narrow=False, num_heads=16) -> None:
+def _attend_latent(spans, dtype=BF16, *, narrow_dtype=None, num_heads=16) -> None:
     case = attention_case(
         spans,
         num_heads=num_heads,
@@ -89,14 +90,14 @@ def _attend_latent(spans, dtype=BF16, *, is_narrow=False, num_heads=16) -> None:
         block_size=16,
         dtype=dtype,
     )
-    case = case.quantized() if is_narrow else case
+    case = case if narrow_dtype is None else case.quantized(narrow_dtype)
     case.attend(module=attention)
 
 
-def _write_latent(dtype=BF16, *, is_narrow=False) -> None:
+def _write_latent(dtype=BF16, *, narrow_dtype=None) -> None:
     sizes = {"num_heads": 16, "plain_dim": 128, "latent_dim": 512, "rotary_dim": 64}
     case = latent_cases.make_case(block_size=16, dtype=dtype, module=latent, **sizes)
-    (latent_cases.quantized(case) if is_narrow else case).run()
+    (case if narrow_dtype is None else latent_cases.quantized(case, narrow_dtype)).run()
 
 
 def _pointwise(dtype=BF16) -> None:
@@ -243,26 +244,28 @@ CASES: Mapping[str, Callable[[], None]] = {
         _prepare, rotary_dim=96, has_norms=True, norm_kind=NormKind.OFFSET
     ),
     "prepare, no rotation, float16": partial(_prepare, FP16, rotates=False),
-    "prepare, 8 bits": partial(_prepare, is_narrow=True, has_norms=True),
+    "prepare, 8-bit floats": partial(_prepare, narrow_dtype=FP8, has_norms=True),
+    "prepare, 8-bit integers": partial(_prepare, narrow_dtype=INT8),
     "prepare, float32": partial(_prepare, FP32),
     "decode": partial(_attend, DECODE),
     "decode, window and cap": partial(_attend, DECODE, window=100, soft_cap=30.0),
     "decode, sinks": partial(_attend, DECODE, has_sinks=True),
-    "decode, 8 bits": partial(_attend, DECODE, is_narrow=True),
+    "decode, 8-bit floats": partial(_attend, DECODE, narrow_dtype=FP8),
+    "decode, 8-bit integers": partial(_attend, DECODE, narrow_dtype=INT8),
     "decode, wide heads": partial(_attend, DECODE, head_dim=256),
     "decode, wide heads, float32": partial(_attend, DECODE, FP32, head_dim=256),
     "decode, odd heads, float16": partial(_attend, DECODE, FP16, head_dim=80),
     "prompts": partial(_attend, PROMPTS),
     "chunk of a shared context": partial(_attend, [(1500, 20)]),
-    "prompts, 8 bits": partial(_attend, PROMPTS, is_narrow=True),
+    "prompts, 8-bit floats": partial(_attend, PROMPTS, narrow_dtype=FP8),
     "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
     "prompts, float32": partial(_attend, PROMPTS, FP32),
     "decode, latent": partial(_attend_latent, DECODE),
-    "decode, latent, 8 bits": partial(_attend_latent, DECODE, is_narrow=True),
+    "decode, latent, 8-bit integers": partial(_attend_latent, DECODE, narrow_dtype=INT8),
     "decode, latent, float32": partial(_attend_latent, DECODE, FP32),
     "prompts, latent": partial(_attend_latent, PROMPTS, num_heads=128),
     "write latent": _write_latent,
-    "write latent, 8 bits, float16": partial(_write_latent, FP16, is_narrow=True),
+    "write latent, 8-bit integers, float16": partial(_write_latent, FP16, narrow_dtype=INT8),
     "draws": _draws,
     "thresholds": _thresholds,
     "rules": _rules,

@@ -15,6 +15,7 @@ from tests.support.pairs import pairs
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NARROW_DTYPES = [torch.float8_e4m3fn, torch.int8]
 SPANS = [(30, 1), (0, 2), (13, 2)]  # few tokens: each is slow to interpret
 
 
@@ -148,8 +149,9 @@ def test_a_step_of_no_tokens():
 class NarrowCase:
     """A case whose keys and values go to an 8-bit cache full of 7s, with scales of 7."""
 
-    def __init__(self, **options):
+    def __init__(self, narrow_dtype=torch.float8_e4m3fn, **options):
         self.case = make_case(**options)
+        self.narrow_dtype = narrow_dtype
         shape = self.case.pool.shape
         self.pool = torch.full(shape, 7, dtype=torch.uint8, device=DEVICE)
         # Heads are outermost, so that the strides differ from the pool's.
@@ -164,7 +166,7 @@ class NarrowCase:
         case = self.case
         query = cache.rotate_and_write_kv(
             *(parts or case.parts()),
-            self.pool.view(torch.float8_e4m3fn)[:, 1],
+            self.pool.view(self.narrow_dtype)[:, 1],
             case.meta,
             rotation=case.rotation,
             norms=case.norms,
@@ -180,14 +182,23 @@ class NarrowCase:
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, None), (64, 16), (80, None)])
-def test_keys_and_values_are_quantized_like_the_reference_bit_for_bit(head_dim, rotary_dim, dtype):
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "dtype", "narrow_dtype"),
+    [
+        (*sizes, dtype, narrow_dtype)
+        for sizes, dtype, narrow_dtype in pairs(
+            [(2, None), (64, 16), (80, None)], DTYPES, NARROW_DTYPES
+        )
+    ],
+)
+def test_keys_and_values_are_quantized_like_the_reference_bit_for_bit(
+    head_dim, rotary_dim, dtype, narrow_dtype
+):
     options = {"head_dim": head_dim, "rotary_dim": rotary_dim, "dtype": dtype, "has_norms": True}
-    query, narrow, scales = NarrowCase(**options).run()
+    query, narrow, scales = NarrowCase(narrow_dtype, **options).run()
     plain = make_case(**options)
     assert torch.equal(query, plain.run(*plain.parts()))
-    bits, factors = quantize_kv(plain.take_written().cpu())
+    bits, factors = quantize_kv(plain.take_written().cpu(), narrow_dtype)
     assert torch.equal(narrow.cpu(), bits.view(torch.uint8))
     assert torch.equal(scales.cpu(), factors)
 
@@ -211,24 +222,26 @@ def test_every_rounding_of_an_8_bit_float():
     assert torch.equal(narrow[:, 1].cpu(), expected)
 
 
+@pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-38, 1e-30, 1e30, 3e38])
-def test_quantized_states_of_any_size(scale):
-    narrow_case = NarrowCase(rotates=False)
+def test_quantized_states_of_any_size(scale, narrow_dtype):
+    narrow_case = NarrowCase(narrow_dtype, rotates=False)
     narrow_case.case.qkv.clamp_(-1, 1).mul_(scale)
     *_, value = narrow_case.case.parts()
     _, narrow, scales = narrow_case.run()
-    bits, factors = quantize_kv(value.cpu())
+    bits, factors = quantize_kv(value.cpu(), narrow_dtype)
     assert torch.equal(narrow[:, 1].cpu(), bits.view(torch.uint8))
     assert torch.equal(scales[:, 1].cpu(), factors)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of NaN
+@pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_values_are_kept_and_do_not_affect_other_heads(bad):
-    narrow_case = NarrowCase(rotates=False)
+def test_non_finite_values_are_kept_and_do_not_affect_other_heads(bad, narrow_dtype):
+    narrow_case = NarrowCase(narrow_dtype, rotates=False)
     narrow_case.case.qkv[2, 7, 5] = bad  # the second head of a key
     _, narrow, scales = narrow_case.run()
-    wide = narrow.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+    wide = narrow.view(narrow_dtype).float() * scales.unsqueeze(-1)
     assert not wide[2, 0, 1].isfinite().any()
     wide[2, 0, 1] = 0
     assert wide.isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvstore.layout import KvLayout
+from kvstore.layout import NARROW_DTYPES, KvLayout
 from kvstore.mover.pool_objects import view_blocks
 
 _SIZES = {"num_layers": 3, "num_kv_heads": 2, "block_size": 8, "head_dim": 6}
@@ -40,12 +40,13 @@ def test_an_8_bit_block_has_half_the_bytes_plus_its_scales(head_dim):
     assert narrow.block_bytes / plain.block_bytes == 0.5 + 2 / head_dim
 
 
-def test_elements_and_scales_cover_every_byte():
-    layout = _layout("fp8_e4m3")
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+def test_elements_and_scales_cover_every_byte(dtype):
+    layout = _layout(dtype)
     blocks = _distinct_blocks(layout, 5)
     views = view_blocks(blocks, layout)
     assert views.states.shape == (5, 3, 2, 2, 8, 6)
-    assert views.states.dtype is torch.float8_e4m3fn
+    assert views.states.dtype is getattr(torch, NARROW_DTYPES[dtype])
     assert views.scales.shape == (5, 3, 2, 2, 8)
     assert views.scales.dtype is torch.float32
     elements, factors = (view.view(torch.uint8) for view in (views.states, views.scales))

@@ -203,6 +203,7 @@ def _layout(head_dim=16, **flags):
 def test_blocks_have_the_models_type_unless_a_flag_changes_it():
     assert _layout(block_size=8) == KvLayout(3, 2, 8, 16, "bfloat16")
     assert _layout(block_size=8, kv_cache_dtype="fp8_e4m3") == KvLayout(3, 2, 8, 16, "fp8_e4m3")
+    assert _layout(block_size=8, kv_cache_dtype="int8") == KvLayout(3, 2, 8, 16, "int8")
 
 
 def test_an_unknown_kv_cache_dtype_is_refused():
@@ -316,6 +317,7 @@ def test_8_bit_kv_on_a_gpu_without_8_bit_floats_is_refused(monkeypatch, capabili
     with pytest.raises(ConfigurationError, match=message):
         check_kv_cache_dtype("fp8_e4m3", torch.device("cuda"))
     check_kv_cache_dtype("auto", torch.device("cuda"))
+    check_kv_cache_dtype("int8", torch.device("cuda"))
     check_kv_cache_dtype("fp8_e4m3", torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Triton's paged attention over a cache of 8-bit floats."""
+"""Triton's paged attention over a cache of 8-bit elements."""
 
 from dataclasses import replace
 
@@ -12,30 +12,30 @@ from tests.support.triton_attention import attend, check, make_case
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.sampled(one_in=2)]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NARROW_DTYPES = [torch.float8_e4m3fn, torch.int8]
 DECODE = [(0, 1), (30, 1), (300, 1), (130, 3)]
 MIXED = [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("spans", "dtype"),
+    ("spans", "dtype", "narrow_dtype"),
     [
-        *((DECODE, dtype) for dtype in DTYPES),
-        (MIXED, torch.bfloat16),
-        *(
-            pytest.param(MIXED, dtype, marks=pytest.mark.slow)
-            for dtype in DTYPES
-            if dtype is not torch.bfloat16
-        ),
+        *((DECODE, dtype, NARROW_DTYPES[0]) for dtype in DTYPES),
+        *((DECODE, dtype, NARROW_DTYPES[1]) for dtype in DTYPES),
+        (MIXED, torch.bfloat16, NARROW_DTYPES[1]),
+        *(pytest.param(MIXED, dtype, NARROW_DTYPES[0], marks=pytest.mark.slow) for dtype in DTYPES),
     ],
 )
-def test_attention_reads_the_stored_values(spans, dtype):
-    check(make_case(spans, dtype=dtype).quantized())
+def test_attention_reads_the_stored_values(spans, dtype, narrow_dtype):
+    check(make_case(spans, dtype=dtype).quantized(narrow_dtype))
 
 
-@pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_attention_with_a_window_a_soft_cap_and_sinks(spans):
+@pytest.mark.parametrize(
+    ("spans", "narrow_dtype"), [(DECODE, torch.float8_e4m3fn), (MIXED, torch.int8)]
+)
+def test_attention_with_a_window_a_soft_cap_and_sinks(spans, narrow_dtype):
     case = make_case(spans, soft_cap=5.0, has_sinks=True, dtype=torch.bfloat16)
-    check(case.with_freed_blocks(40).quantized(), 40)
+    check(case.with_freed_blocks(40).quantized(narrow_dtype), 40)
 
 
 @pytest.mark.parametrize("head_dim", [80, 128])
@@ -68,13 +68,15 @@ def test_scales_may_have_another_memory_order():
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_a_non_finite_sequence_does_not_affect_others(spans):
+@pytest.mark.parametrize(
+    ("spans", "narrow_dtype"), [(DECODE, torch.float8_e4m3fn), (MIXED, torch.int8)]
+)
+def test_a_non_finite_sequence_does_not_affect_others(spans, narrow_dtype):
     case = make_case(spans, dtype=torch.bfloat16)
-    expected = attend(case.quantized())
+    expected = attend(case.quantized(narrow_dtype))
     first, last = case.meta.query_starts[3:5].tolist()
     case.pool[case.meta.block_tables[3, 0].long()] = torch.nan
-    output = attend(case.quantized())
+    output = attend(case.quantized(narrow_dtype))
     assert output[first:last].isnan().all()
     others = [row for row in range(len(output)) if not first <= row < last]
     torch.testing.assert_close(output[others], expected[others], atol=0, rtol=0)
