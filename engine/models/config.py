@@ -18,6 +18,7 @@ from engine.models.config_fields import (
     ConfigFields,
     unsupported,
 )
+from engine.models.quantization import Scheme, SchemeKind, quantization_scheme
 from kernels.layer_kinds import Activation
 from kvstore.layout import KvShape
 
@@ -54,6 +55,7 @@ class ModelConfig(ABC):
     `kv_shapes` has one entry per layer if their K and V differ, and is empty otherwise.
     `kv_sources` has, per layer, the number of the layer whose K and V it reads; it is empty if
     each layer reads its own.
+    `quantization` says how the checkpoint's weights are quantized; None if they are not.
     `num_kv_parts` is 2 for K and V, and 1 for models that cache one latent vector per token, whose
     `num_kv_heads` is 1 and whose `head_dim` is that vector's width.
     """
@@ -74,6 +76,7 @@ class ModelConfig(ABC):
     num_kv_parts: int = 2
     kv_shapes: tuple[KvShape, ...] = ()
     kv_sources: tuple[int, ...] = ()
+    quantization: Scheme | None = None
 
     def reads_other(self, number: int) -> bool:
         """Whether a layer reads the K and V of another one."""
@@ -213,6 +216,8 @@ def gpt2_config(fields: ConfigFields) -> Gpt2Config:
     if fields.flag("add_cross_attention"):
         raise unsupported("add_cross_attention", value=True)
     common = common_fields(fields)
+    if common["quantization"] is not None:  # some tools transpose its layers, some do not
+        raise unsupported("quantization_config", fields.raw("quantization_config"))
     scale = common["head_dim"] ** -0.5 if fields.flag("scale_attn_weights") else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx")
     return Gpt2Config(
@@ -236,9 +241,11 @@ def common_fields(
         num_kv_heads: number of KV heads; None for as many as there are heads.
         head_dim: width of a head; None for the width of hidden states divided by their number.
     """
-    quantization = fields.raw("quantization_config")
-    if quantization is not None and not fields.has("quantization_config"):
-        raise unsupported("quantization_config", quantization)
+    quantization = quantization_scheme(fields.raw("quantization_config"))
+    has_mxfp4 = quantization is not None and quantization.kind is SchemeKind.MXFP4
+    # Families read the field whose experts have 4-bit floats, and no others.
+    if quantization is not None and has_mxfp4 != fields.has("quantization_config"):
+        raise unsupported("quantization_config", fields.raw("quantization_config"))
     num_layers = fields.count("num_hidden_layers", MAX_LAYERS)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     if num_heads % (num_kv_heads or num_heads):
@@ -264,4 +271,5 @@ def common_fields(
         "max_model_len": fields.count("max_position_embeddings", MAX_TOKENS),
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "sliding_windows": (None,) * num_layers,
+        "quantization": quantization,
     }

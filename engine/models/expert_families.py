@@ -1,6 +1,5 @@
 """Families with mixtures of experts: each reads its config.json."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.models.config import MAX_LAYERS
@@ -93,9 +92,6 @@ def gpt_oss_config(fields: ConfigFields) -> DecoderConfig:
     for name, constant in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_SLOPE)):
         if fields.number(name) != constant:
             raise unsupported(name, fields.value(name))
-    quantization = fields.raw("quantization_config")
-    if quantization is not None and _method_of(quantization) != "mxfp4":
-        raise unsupported("quantization_config", quantization)
     experts = experts_config(
         fields,
         RoutingRule(1, ExpertScores.SOFTMAX_OF_CHOSEN),
@@ -199,7 +195,3 @@ def _sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
 def _check_constant(fields: ConfigFields, name: str) -> None:
     if fields.value(name) != fields.default(name):
         raise unsupported(name, fields.value(name))
-
-
-def _method_of(quantization: object) -> object:
-    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None

@@ -11,7 +11,7 @@ import torch
 from kernels.block_rows import BlockRows
 from kernels.formats import WeightFormat
 
-__all__ = ["dequantize", "pack_rows", "quantize_rows"]
+__all__ = ["dequantize", "pack_rows", "quantize_rows", "unpack_nibbles"]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in a CPU's cache
 _RUN = 16  # bytes of 4-bit codes, of which the low halves come first: those of 32 columns
@@ -90,6 +90,17 @@ def pack_rows(
     return BlockRows(weight_format, data, num_columns)
 
 
+def unpack_nibbles(codes: torch.Tensor, run: int = _RUN) -> torch.Tensor:
+    """Returns 4-bit codes, `[rows, codes]` uint8.
+
+    Args:
+        codes: `[rows, bytes]` uint8.
+        run: bytes whose low halves come before their high halves; they divide the bytes of a row.
+    """
+    runs = _divided(codes, run)
+    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
+
+
 def _pieces(num_rows: int, num_columns: int) -> list[slice]:
     step = max(1, _PIECE_ELEMENTS // max(1, num_columns))
     return [slice(start, start + step) for start in range(0, num_rows, step)]
@@ -110,17 +121,6 @@ def _floats(blocks: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tenso
     return stored.clone(memory_format=torch.contiguous_format).view(dtype).float()
 
 
-def _nibbles(codes: torch.Tensor, run: int = _RUN) -> torch.Tensor:
-    """Returns the 4-bit codes of blocks, `[blocks, codes]` uint8.
-
-    Args:
-        codes: `[blocks, bytes]`.
-        run: bytes whose low halves come before their high halves.
-    """
-    runs = _divided(codes, run)
-    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
-
-
 def _bit_planes(codes: torch.Tensor, run: int, width: int) -> torch.Tensor:
     """Returns fields of `width` bits: of each run of bytes all lowest fields, then the next ones.
 
@@ -139,32 +139,32 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _floats(blocks, 0, torch.float16) * (_nibbles(blocks[:, 2:]).float() - 8)
+    return _floats(blocks, 0, torch.float16) * (unpack_nibbles(blocks[:, 2:]).float() - 8)
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     scales, minimums = _floats(blocks, 0, torch.float16), _floats(blocks, 2, torch.float16)
-    return scales * _nibbles(blocks[:, 4:]) + minimums
+    return scales * unpack_nibbles(blocks[:, 4:]) + minimums
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _bit_planes(blocks[:, 2:6], 1, 1) << 4
+    codes = unpack_nibbles(blocks[:, 6:]) | _bit_planes(blocks[:, 2:6], 1, 1) << 4
     return _floats(blocks, 0, torch.float16) * (codes.float() - 16)
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _bit_planes(blocks[:, 4:8], 1, 1) << 4
+    codes = unpack_nibbles(blocks[:, 8:]) | _bit_planes(blocks[:, 4:8], 1, 1) << 4
     scales, minimums = _floats(blocks, 0, torch.float16), _floats(blocks, 2, torch.float16)
     return scales * codes + minimums
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _scaled_runs(blocks, _nibbles(blocks[:, 16:], 32))
+    return _scaled_runs(blocks, unpack_nibbles(blocks[:, 16:], 32))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     fifth_bits = _bit_planes(blocks[:, 16:48], 32, 1)
-    return _scaled_runs(blocks, _nibbles(blocks[:, 48:], 32) | fifth_bits << 4)
+    return _scaled_runs(blocks, unpack_nibbles(blocks[:, 48:], 32) | fifth_bits << 4)
 
 
 def _scaled_runs(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ def _scaled_runs(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, :128], 64) | _bit_planes(blocks[:, 128:192], 32, 2) << 4
+    codes = unpack_nibbles(blocks[:, :128], 64) | _bit_planes(blocks[:, 128:192], 32, 2) << 4
     factors = _floats(blocks, 208, torch.float16) * _signed(blocks[:, 192:208])
     runs = _divided(codes.float() - 32, 16)
     return (factors.unsqueeze(2) * runs).flatten(1)
@@ -196,7 +196,7 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     # The bits of 2 ** (exponent - 128) in float32; the two smallest are subnormal.
     normal, subnormal = (exponents - 1) << 23, (1 << 21) << exponents.clamp(max=1)
     factors = torch.where(exponents < 2, subnormal, normal).view(torch.float32)
-    return factors * numbers[_nibbles(blocks[:, 1:]).int()]
+    return factors * numbers[unpack_nibbles(blocks[:, 1:]).int()]
 
 
 def _scaled_bytes(blocks: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _scaled_bytes(blocks: torch.Tensor) -> torch.Tensor:
 
 def _scaled_nibbles(blocks: torch.Tensor) -> torch.Tensor:
     scales, zeros = _floats(blocks, 0, torch.float32), _floats(blocks, 4, torch.float32)
-    return scales * (_nibbles(blocks[:, 8:]) - zeros)
+    return scales * (unpack_nibbles(blocks[:, 8:]) - zeros)
 
 
 def _scaled_floats(blocks: torch.Tensor) -> torch.Tensor:

@@ -246,9 +246,9 @@ def test_an_unsupported_dtype_is_an_error(folder):
     fails_with(folder, "float64", "--dtype")
 
 
-def test_a_quantized_checkpoint_is_an_error(folder):
-    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    fails_with(folder, "quantization_config", "gptq")
+def test_a_checkpoint_with_too_few_bits_is_an_error(folder):
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 3})
+    fails_with(folder, "config.json", "quantization_config.bits 3 is not supported")
 
 
 def test_a_missing_shard_is_an_error(tmp_path):

@@ -205,7 +205,11 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     ("llama", rope_scaling(**YARN, factor=4) | {"rope_theta": 1.0}, "rope_theta 1.0 is not"),
     ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function is ['gelu']"),
-    ("llama", {"quantization_config": {}}, "quantization_config {} is not supported"),
+    (
+        "llama",
+        {"quantization_config": {"load_in_4bit": True}},
+        "quantization_config.quant_method None is not supported; it must be one of awq, ",
+    ),
 ]
 REFUSED |= {
     f"{variant}, {named}": (variant, config(**fields), ("config.json", named))

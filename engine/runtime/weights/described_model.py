@@ -154,7 +154,9 @@ class DescribedModel:
 
         Args:
             dtype: `EngineConfig.dtype`. "auto" is config.json's type; that of the first weights if
-                it has none; float32 if the checkpoint was opened without weights.
+                it has none; float32 if the checkpoint was opened without weights. It is bfloat16
+                for quantized weights with config.json's float16, which their tools require: the
+                CPU's kernels have no float16.
 
         Raises:
             ConfigurationError: weights cannot be loaded in that type, or a file is not readable.
@@ -162,6 +164,8 @@ class DescribedModel:
         name: str | None = dtype
         if dtype == "auto":
             name = self.stated_dtype or first_float_dtype(self.checkpoint.weight_files)
+            if name == "float16" and self.config.quantization is not None:
+                name = "bfloat16"
         name = name or "float32"
         if name not in DTYPES[1:]:
             raise ConfigurationError(

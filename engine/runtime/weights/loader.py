@@ -31,6 +31,7 @@ from engine.models.config import ModelConfig
 from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
+from engine.models.quantization import Scheme, SchemeKind
 from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget, fill
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
@@ -141,7 +142,7 @@ def load_model(
     described = DescribedModel.of(checkpoint, max_model_len)
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
-    open_file = _opener(checkpoint, weights_dtype)
+    open_file = _opener(checkpoint, described.config.quantization, weights_dtype)
     entries = list(read_headers(checkpoint.weight_files, open_file))
     described = described.stored_as({entry.name for entry in entries})
     whole, stored = described.build(), None
@@ -320,10 +321,14 @@ def _read_part(
         yield piece.target, stored[piece.index]
 
 
-def _opener(checkpoint: Checkpoint, dtype: torch.dtype) -> OpenFile:
+def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -> OpenFile:
     """Returns the function that opens the checkpoint's weight files, by their format."""
     if not isinstance(checkpoint.files, GgufFile):
-        return open_safetensors
+        if scheme is None or scheme.kind is SchemeKind.MXFP4:
+            return open_safetensors
+        from engine.runtime.weights.quantized.files import QuantizedFiles
+
+        return QuantizedFiles(checkpoint.weight_files, scheme, dtype).open
     from engine.runtime.weights.gguf_weights import GgufWeights
 
     header = checkpoint.files.header

@@ -124,6 +124,7 @@ def test_a_config_does_not_change(model_type):
         ("opt", {"activation_function": "tanhshrink"}, "activation_function 'tanhshrink'"),
         ("gpt2", {"activation_function": "mish"}, "activation_function 'mish'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("gpt2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config {'quant"),
         ("llama", {"hidden_size": "64"}, "hidden_size is '64'; it must be a positive integer"),
         ("llama", {"vocab_size": True}, "vocab_size is True; it must be a positive integer"),
         ("opt", {"ffn_dim": 0}, "ffn_dim is 0; it must be a positive integer"),
@@ -183,8 +184,8 @@ def test_a_config_does_not_change(model_type):
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         (
             "deepseek_v3",
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantization_config {'quant_method': 'fp8'",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "quantization_config.weight_block_size [64, 64] is not supported",
         ),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 47"),
         ("smollm3", {"no_rope_layers": [1] * 35}, "no_rope_layers must be a list of 36"),

@@ -1,0 +1,117 @@
+"""`QuantizedLayer`: the weight of a layer that a checkpoint stores as codes and scales."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.common.errors import ConfigurationError
+from engine.runtime.weights.quantized.coded_rows import CodedRows, CodeKind, block_format
+from engine.runtime.weights.stored_tensors import StoredEntry, open_safetensors
+from kernels.formats import WeightFormat
+
+__all__ = ["LayerTensors", "OpenFiles", "QuantizedLayer", "ordered_groups"]
+
+
+class OpenFiles:
+    """Safetensors files, each opened once until `close`."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def __getitem__(self, file: Path) -> Any:
+        if file not in self._files:
+            self._files[file] = open_safetensors(file)
+        return self._files[file]
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._files.clear()
+
+
+class LayerTensors:
+    """The tensors of one layer.
+
+    Args:
+        path: the layer's name.
+        entries: by the last component of their names.
+        files: opens their files.
+    """
+
+    def __init__(self, path: str, entries: Mapping[str, StoredEntry], files: OpenFiles) -> None:
+        self.path = path
+        self._entries, self._files = entries, files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> StoredEntry:
+        """Returns a tensor's entry.
+
+        Raises:
+            ConfigurationError: the files lack it.
+        """
+        if name not in self._entries:
+            file = next(iter(self._entries.values())).file
+            raise ConfigurationError(f"{file.parent} lacks tensor {self.path}.{name}")
+        return self._entries[name]
+
+    def shape(self, name: str, num_axes: int = 2) -> tuple[int, ...]:
+        """Returns a tensor's shape.
+
+        Raises:
+            ConfigurationError: the files lack it, or it has another number of axes, or an empty
+                one.
+        """
+        shape = self.entry(name).shape
+        if len(shape) != num_axes or 0 in shape:
+            raise self.refuse(name, f"quantized layers have {num_axes} axes there")
+        return shape
+
+    def read(self, name: str, *index: slice) -> torch.Tensor:
+        """Reads a part of a tensor: a slice per axis; the whole tensor without any."""
+        entry = self.entry(name)
+        file = self._files[entry.file]
+        stored: torch.Tensor
+        stored = file.get_slice(entry.name)[index] if index else file.get_tensor(entry.name)
+        return stored
+
+    def refuse(self, name: str, reason: str) -> ConfigurationError:
+        """Returns the error for a tensor of the wrong type or shape."""
+        entry = self.entry(name)
+        found = f"{entry.file}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}"
+        return ConfigurationError(f"{found}; {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """The weight of a layer.
+
+    Attributes:
+        shape: outputs and inputs.
+        kind: the kind of its codes.
+        group: consecutive inputs that share a scale; None if the inputs of a group lie apart.
+        has_zeros: whether its codes have zero points other than their kind's middle.
+        read: reads a range of its rows.
+    """
+
+    shape: tuple[int, int]
+    kind: CodeKind
+    group: int | None
+    has_zeros: bool
+    read: Callable[[slice], CodedRows]
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format that can have its rows; None if none can, so that they become numbers."""
+        has_other_zeros = self.has_zeros and self.kind is not CodeKind.INT4
+        if self.group is None or has_other_zeros:
+            return None
+        return block_format(self.kind, self.shape[1], self.group)
+
+
+def ordered_groups(num_columns: int, group: int) -> torch.Tensor:
+    """Returns the group of each column, `[num_columns]` int64, if groups follow each other."""
+    return torch.arange(num_columns) // group
