@@ -42,6 +42,10 @@ _COMMANDS = {
     ),
     "gpu": _Command("benchmarks.gpu_command", "a GPU: kernels, steps, two tiers, transformers"),
     "compare": _Command("benchmarks.compare_command", "Baton, compared with other engines"),
+    "quality": _Command(
+        "benchmarks.quality.command",
+        "next-token distributions of quantized weights, compared with float32",
+    ),
     "record": _Command(
         "benchmarks.record_command", "again what README and docs/performance.md show"
     ),

@@ -3,19 +3,21 @@
 import argparse
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.common.errors import ConfigurationError
 from baton.common.machine_limits import affine_cores
+from baton.common.model_files.named_models import NAMED_MODELS
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
-from benchmarks.model_cost import Ceilings
-from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
+from benchmarks.model_cost import Ceilings, ModelShape
+from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
-from benchmarks.peers.catalogue import ENGINES, Setting
+from benchmarks.peers.catalogue import ENGINES, GGUF_FORMS, baton_of
 from benchmarks.peers.comparison import compare, summarize
+from benchmarks.peers.environments import PEERS_FOLDER, Setting
+from benchmarks.peers.served_files import as_quantized_gguf, compared_model
 from benchmarks.workloads.kind import refuse_below
 from engine.config import EngineConfig
 
@@ -23,7 +25,6 @@ __all__ = ["add_args", "main", "print_comparison"]
 
 _SPLIT = "split"
 _MAX_MODEL_LEN = 4096
-_PEERS_FOLDER = Path("~/.cache/baton-peers")
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="llama-120m",
-        help=f"checkpoint folder, or random weights: {', '.join(RANDOM_MODELS)} "
+        help="checkpoint folder or GGUF file, or the name of one: "
+        f"{', '.join(NAMED_MODELS)}; or random weights: {', '.join(RANDOM_MODELS)} "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -60,7 +62,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers-folder",
         type=Path,
-        default=_PEERS_FOLDER,
+        default=PEERS_FOLDER,
         help="holds the engines' environments and models (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
@@ -73,7 +75,6 @@ def main(args: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "machine": name_machine(),
         "model": setting.model.name,
-        "num_weights": num_weights(setting.model),
         "num_threads": setting.num_threads,
         "repeats": args.repeats,
     }
@@ -87,8 +88,11 @@ def main(args: argparse.Namespace) -> None:
 
 def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any]) -> None:
     """Adds the parts that the flags ask for to the report."""
-    from benchmarks.offline.offline_engine import read_shape  # here, as it imports torch
+    from benchmarks.model_shape import describe_model  # here, as it imports torch
 
+    described = describe_model(EngineConfig(model=str(setting.model)))
+    report["num_weights"] = described.build().num_weights()
+    vocab_size = described.config.vocab_size
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
         engines = list(dict.fromkeys(args.engines.split(",")))
@@ -98,6 +102,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
             engines,
             cases,
             setting,
+            vocab_size,
             args.repeats,
             write_line,
             lambda: machines.append(describe_machine(setting.device, setting.num_threads)),
@@ -109,19 +114,31 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
         report["figures"] = summarize(
             comparison.runs,
             comparison.cases,
-            read_shape(EngineConfig(model=str(setting.model), dtype="bfloat16"))[0],
+            _shapes(comparison.engines, setting),
             Ceilings.of_machine(report["machine"]),
         )
     if _SPLIT in wanted:
-        report["split"] = _measure_split(setting, args.repeats)
+        report["split"] = _measure_split(setting, vocab_size, args.repeats)
 
 
-def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
+def _shapes(engines: Collection[str], setting: Setting) -> dict[str, ModelShape]:
+    """Returns the model's size in each form that Baton served; an empty form for the model."""
+    from benchmarks.model_shape import read_shape
+
+    files = {"": setting.model} | {
+        form: as_quantized_gguf(setting, form) for form in GGUF_FORMS if baton_of(form) in engines
+    }
+    return {
+        form: read_shape(EngineConfig(model=str(file), dtype="bfloat16"))[0]
+        for form, file in files.items()
+    }
+
+
+def _measure_split(setting: Setting, vocab_size: int, repeats: int) -> dict[str, Any]:
     """Returns the rates of the mixed requests through servers: two tiers, and one worker."""
     # Here, as it imports what servers need, which a machine with a GPU may lack.
     from benchmarks.split_command import measure_rates
 
-    vocab_size = read_config(setting.model)["vocab_size"]
     case = build_cases(vocab_size)["mixed"]
     rounds = [requests_of_round(case, number, vocab_size) for number in range(1 + repeats)]
     engine = EngineConfig(
@@ -136,7 +153,7 @@ def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
 def _setting(args: argparse.Namespace) -> Setting:
     peers_folder = args.peers_folder.expanduser().resolve()
     return Setting(
-        model=_model(args.model, peers_folder / "models"),
+        model=compared_model(args.model, peers_folder / "models"),
         num_threads=args.num_threads or affine_cores(),
         peers_folder=peers_folder,
         max_model_len=_MAX_MODEL_LEN,
@@ -144,24 +161,13 @@ def _setting(args: argparse.Namespace) -> Setting:
     )
 
 
-def _model(name: str, models: Path) -> Path:
-    if name in RANDOM_MODELS:
-        return cached_random_model(name, models)
-    folder = Path(name).expanduser().resolve()
-    if not (folder / "config.json").exists():
-        raise ConfigurationError(
-            f"--model is {name!r}; it must be one of {', '.join(RANDOM_MODELS)} "
-            "or a checkpoint's folder"
-        )
-    return folder
-
-
 def print_comparison(report: dict[str, Any]) -> None:
     """Prints the machine, figures with floors, the engines' start and memory, and the split."""
     print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
+    size = f"{report['num_weights'] / 1e6:.0f}M weights, " if "num_weights" in report else ""
     print(
-        f"\n{report['model']}, {report['num_weights'] / 1e6:.0f}M weights, bfloat16, "
-        f"{report['num_threads']} threads, medians of {report['repeats']}"
+        f"\n{report['model']}, {size}{report['num_threads']} threads, "
+        f"medians of {report['repeats']}"
     )
     if "engines" in report:
         _print_engines(report["engines"], report["figures"])
@@ -194,14 +200,25 @@ def _print_split(split: dict[str, Any]) -> None:
 
 
 def _figure_row(entry: dict[str, Any], engines: Sequence[str]) -> Sequence[str]:
-    ratio = entry.get("baton_to_best_peer")
+    parts = {"": entry, **entry["by_form"]}
+    floors = [_of_form(form, f"{part['floor']:.1f}") for form, part in parts.items()]
+    ratios = [
+        _of_form(form, f"{part['baton_to_best_peer']:.2f} ({part['best_peer']})")
+        for form, part in parts.items()
+        if "best_peer" in part
+    ]
     return (
         entry["case"],
         f"{entry['figure']} ({'less' if entry['is_less_better'] else 'more'} is better)",
         *(f"{entry['median'][engine]:.1f}" for engine in engines),
-        f"{entry['floor']:.1f}",
-        f"{ratio:.2f} ({entry['best_peer']})" if ratio else "",
+        "; ".join(floors),
+        "; ".join(ratios),
     )
+
+
+def _of_form(form: str, text: str) -> str:
+    """Returns a cell's text of a form of the model; empty for the model as it is."""
+    return f"{form} {text}" if form else text
 
 
 def _engine_row(name: str, facts: dict[str, Any]) -> Sequence[str]:

@@ -38,14 +38,14 @@ class ModelShape:
         num_layers: number of layers, all of one size.
         num_head_weights: weights of the output projection, which tokens that draw the next one use.
         num_attention_features: layers with attention times query heads times the size of a head.
-        bytes_per_weight: size of a weight, 2 in bfloat16.
+        bytes_per_weight: size of a weight, 2 in bfloat16; the mean of a file with several formats.
     """
 
     num_body_weights: int
     num_layers: int
     num_head_weights: int
     num_attention_features: int
-    bytes_per_weight: int = 2
+    bytes_per_weight: float = 2
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
@@ -71,7 +71,7 @@ def floor_s(requests: Sequence[BenchRequest], shape: ModelShape, ceilings: Ceili
     )
 
 
-def _step_bytes(shape: ModelShape) -> int:
+def _step_bytes(shape: ModelShape) -> float:
     return shape.bytes_per_weight * (shape.num_body_weights + shape.num_head_weights)
 
 

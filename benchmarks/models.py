@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,9 +18,7 @@ __all__ = [
     "add_offline_args",
     "cached_random_model",
     "make_random_model",
-    "num_weights",
     "offline_config",
-    "read_config",
     "resolve_model",
     "write_dummy_model",
     "write_random_config",
@@ -162,23 +159,6 @@ def cached_random_model(name: str, root: Path) -> Path:
             # Renamed when complete: an interrupted run leaves no partial model.
             make_random_model(name, Path(unfinished) / name).rename(folder)
     return folder
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the fields of a checkpoint's config.json."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
-def num_weights(folder: Path) -> int:
-    """Returns how many numbers a checkpoint's weights have."""
-    from safetensors import safe_open  # here, as `baton tune` needs no tensors
-
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no iterator
-    return total
 
 
 def add_offline_args(parser: argparse.ArgumentParser) -> None:

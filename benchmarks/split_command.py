@@ -143,7 +143,7 @@ def _engine(path: Path, model: str, prompt_tokens: int, args: argparse.Namespace
 
 def _floors(workload: SplitWorkload, machine: Mapping[str, Any]) -> dict[str, float]:
     """Returns the least times that the machine allows for the two latencies."""
-    from benchmarks.offline.offline_engine import read_shape
+    from benchmarks.model_shape import read_shape
 
     shape, dtype = read_shape(workload.engine)
     ceilings = Ceilings.of_machine(machine, dtype)

@@ -15,6 +15,7 @@ from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape
+from benchmarks.model_shape import read_shape
 from benchmarks.request import BenchRequest, MeasuredRequest
 from engine.config import EngineConfig
 from engine.loop.build import build_engine
@@ -23,9 +24,6 @@ from engine.metrics.counts import Phase
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo
 from engine.runtime.device import resolve_device
-from engine.runtime.weights.checkpoint import open_checkpoint
-from engine.runtime.weights.described_model import DescribedModel
-from kvstore.layout import DTYPE_BYTES
 
 __all__ = [
     "Floors",
@@ -36,7 +34,6 @@ __all__ = [
     "cache_facts",
     "measure_floors",
     "peak_memory_bytes",
-    "read_shape",
 ]
 
 
@@ -358,23 +355,3 @@ def measure_floors(config: EngineConfig) -> Floors:
     # Where float16 products are fast, they are as fast as bfloat16 products.
     product = "float32" if dtype == "float32" else "bfloat16"
     return Floors(machine, Ceilings.of_machine(machine, product), shape, dtype)
-
-
-def read_shape(config: EngineConfig) -> tuple[ModelShape, str]:
-    """Returns the size of a checkpoint's model, and the type that it computes in."""
-    checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
-    described = DescribedModel.of(checkpoint)
-    model, num_weights = described.config, described.build().num_weights()
-    dtype = described.resolve_dtype(config.dtype)
-    head = model.vocab_size * model.hidden_size
-    num_tables = 1 if model.tie_word_embeddings else 2
-    heads = [model.head_dim] * (model.num_layers - len(model.recurrent_layers))
-    heads = [shape.head_dim for shape in model.kv_shapes] or heads
-    shape = ModelShape(
-        num_body_weights=num_weights - num_tables * head - model.num_unused_weights,
-        num_layers=model.num_layers,
-        num_head_weights=head,
-        num_attention_features=model.num_heads * sum(heads),
-        bytes_per_weight=DTYPE_BYTES[dtype],
-    )
-    return shape, dtype

@@ -1,55 +1,33 @@
-"""The engines that can be compared: their environments, and how their workers are started."""
+"""The engines that can be compared, and how their workers are started."""
 
-import hashlib
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.common.errors import ConfigurationError
 from benchmarks.machine import holding_variables, instruction_set
+from benchmarks.peers.environments import (
+    NotMeasurableError,
+    Setting,
+    inherited_variables,
+    peer_python,
+)
 from benchmarks.peers.peer_process import Launch
+from benchmarks.peers.served_files import as_checkpoint, as_gguf, as_openvino, as_quantized_gguf
 
-__all__ = ["ENGINES", "REFERENCE", "NotMeasurableError", "Setting", "launch_of"]
+__all__ = ["BATON", "ENGINES", "GGUF_FORMS", "REFERENCE", "baton_of", "forms_of", "launch_of"]
 
+BATON = "baton"
 REFERENCE = "reference"
 """The engine of the reference tokens: transformers in float32, one request at a time."""
-_HERE = Path(__file__).parent
-_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
-"""Environment variables of Baton's environment that would affect those of peers."""
+GGUF_FORMS = ("q8_0", "q4_k_m", "q4_0")
+"""Quantized forms of the compared model that Baton and llama.cpp serve from one file."""
+_WORKERS = Path(__file__).parent / "workers"
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
-
-
-class NotMeasurableError(ConfigurationError):
-    """An engine, or a library that it is measured with, is not installed, or the engine cannot be
-    held to an instruction set.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Settings that all engines share.
-
-    Attributes:
-        model: checkpoint folder.
-        num_threads: threads that compute.
-        peers_folder: has an environment per peer.
-        max_model_len: most tokens of a request.
-        device: torch's name of where engines compute.
-    """
-
-    model: Path
-    num_threads: int
-    peers_folder: Path
-    max_model_len: int
-    device: str = "cpu"
-
-
-def _same_model(setting: Setting) -> Path:
-    return setting.model
+_OWN_CHOICE = "auto"
 
 
 def _no_variables(setting: Setting) -> dict[str, str]:
@@ -63,45 +41,69 @@ class _Engine:
     Attributes:
         worker: its script in `workers`, without the suffix.
         home: its environment below the folder of peers; None for Baton's own.
-        prepare: makes the model folder in the engine's own format, if it has one.
+        prepare: makes the model in the form that the engine serves.
         variables: environment variables beyond those that all engines get.
-        dtype: the type that it computes in.
+        dtype: the type that it computes in; "auto" for its own choice.
         devices: where it can be measured.
         held_dtype: the type that it computes in while `holding_variables` hold it to an
             instruction set; None if they do not hold all of it.
+        held_home: its environment for runs that are held to AVX2, if it needs another.
+        reads_gguf: whether the compared model may be a GGUF file.
+        forms: the forms of weights in which Baton is compared with it; empty for those that the
+            compared model has.
     """
 
     worker: str
     home: str | None
-    prepare: Callable[[Setting], Path] = _same_model
+    prepare: Callable[[Setting], Path] = as_checkpoint
     variables: Callable[[Setting], Mapping[str, str]] = _no_variables
     dtype: str = "bfloat16"
     devices: tuple[str, ...] = ("cpu", "cuda")
     held_dtype: str | None = None
+    held_home: str | None = None
+    reads_gguf: bool = False
+    forms: tuple[str, ...] = ("",)
+
+
+def baton_of(form: str) -> str:
+    """Returns the name of Baton with the weights in a form; empty for the compared model's."""
+    return f"{BATON}-{form}" if form else BATON
+
+
+def forms_of(engine: str) -> tuple[str, ...]:
+    """Returns the forms of weights in which Baton is compared with an engine, or is that engine."""
+    return ENGINES[engine].forms if engine in ENGINES else ()
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
-    """Returns how to start an engine. Exports the model first if the engine has its own format.
+    """Returns how to start an engine. Makes the model first if the engine has its own format.
 
     Raises:
         ConfigurationError: the engine is unknown, or is not measured on the device.
-        NotMeasurableError: its environment, or a library, is missing, or the run is held to an
-            instruction set and the engine cannot be.
+        NotMeasurableError: its environment, or a library, is missing, it does not read the model's
+            files, or the run is held to an instruction set and the engine cannot be.
     """
     entry = _entry(engine)
     if setting.device not in entry.devices:
         raise ConfigurationError(f"--engines has {engine!r}, which is not measured on a GPU")
+    if setting.is_gguf and not entry.reads_gguf:
+        raise NotMeasurableError(f"{engine} is not measured on GGUF files")
     held = holding_variables()
     dtype = entry.held_dtype if held else entry.dtype
     if dtype is None:
         raise NotMeasurableError(f"{engine} cannot be held to {instruction_set()}")
-    python = _python(engine, entry, setting)
+    home = (entry.held_home or entry.home) if held else entry.home
+    try:
+        python = Path(sys.executable) if home is None else peer_python(home, setting)
+        model = entry.prepare(setting)
+    except NotMeasurableError as error:
+        raise NotMeasurableError(f"{engine} is not installed: {error.message}") from None
     command = (
-        *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
+        *(str(python), str(_WORKERS / f"{entry.worker}.py"), str(model)),
         *("--num-threads", str(setting.num_threads), "--dtype", dtype),
         *("--max-model-len", str(setting.max_model_len), "--device", setting.device),
     )
-    environment = (dict(os.environ) if entry.home is None else _inherited()) | {
+    environment = (dict(os.environ) if entry.home is None else inherited_variables()) | {
         "OMP_NUM_THREADS": str(setting.num_threads),
         "HF_HUB_OFFLINE": "1",
         **held,
@@ -116,20 +118,6 @@ def _entry(engine: str) -> _Engine:
     if engine not in ENGINES:
         raise ConfigurationError(f"--engines has {engine!r}; known are {', '.join(ENGINES)}")
     return ENGINES[engine]
-
-
-def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
-    if entry.home is None:
-        return Path(sys.executable)
-    python = setting.peers_folder / entry.home / "bin" / "python"
-    if not python.exists() and setting.device != "cpu":
-        return Path(sys.executable)  # a machine with a GPU may have no other
-    if not python.exists():
-        raise NotMeasurableError(
-            f"{engine} has no environment in {python.parents[1]}; make it with "
-            f"{_HERE / 'make_env.sh'} {entry.home} {python.parents[1]}"
-        )
-    return python
 
 
 def _vllm_variables(setting: Setting) -> dict[str, str]:
@@ -158,49 +146,59 @@ def _intel_openmp(setting: Setting) -> Iterable[Path]:
     return (setting.peers_folder / "vllm" / "lib").glob("libiomp5.so")
 
 
-def _exported_for_openvino(setting: Setting) -> Path:
-    """Returns the model's folder as optimum-intel exports it, and makes it if it does not exist."""
-    config = setting.model / "config.json"
-    key = f"{config.resolve()} {config.stat().st_mtime_ns}"
-    name = f"{setting.model.name}-openvino-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-    folder = setting.peers_folder / "models" / name
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            # Renamed when complete: an interrupted export leaves no partial model.
-            _export_for_openvino(setting, Path(unfinished) / name).rename(folder)
-    return folder
+def _openvino(weights: str, *forms: str, dtype: str, held_dtype: str) -> _Engine:
+    return _Engine(
+        "openvino_worker",
+        home="openvino",
+        prepare=partial(as_openvino, weights=weights),
+        dtype=dtype,
+        devices=("cpu",),
+        held_dtype=held_dtype,
+        forms=forms,
+    )
 
 
-def _export_for_openvino(setting: Setting, folder: Path) -> Path:
-    """Exports a model in fp16, which represents bfloat16 weights of ordinary size exactly."""
-    program = setting.peers_folder / "openvino" / "bin" / "optimum-cli"
-    flags = ("--task", "text-generation-with-past", "--weight-format", "fp16")
-    command = (program, "export", "openvino", "--model", setting.model, *flags, folder)
-    environment = _inherited() | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ConfigurationError(f"cannot export {setting.model}: {done.stderr[-500:]}")
-    return folder
+def _baton(form: str) -> _Engine:
+    prepare = partial(as_quantized_gguf, form=form) if form else as_checkpoint
+    devices = ("cpu",) if form else ("cpu", "cuda")
+    return _Engine(
+        "baton_worker",
+        home=None,
+        prepare=prepare,
+        devices=devices,
+        held_dtype="bfloat16",
+        reads_gguf=True,
+        forms=(form,),
+    )
 
 
-def _inherited() -> dict[str, str]:
-    """Returns the part of this process's environment that a peer's processes get."""
-    return {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
+def _llamacpp(form: str) -> _Engine:
+    return _Engine(
+        "llamacpp_worker",
+        home="llamacpp",
+        prepare=partial(as_quantized_gguf, form=form) if form else as_gguf,
+        dtype=_OWN_CHOICE,
+        devices=("cpu",),
+        held_dtype=_OWN_CHOICE,
+        held_home="llamacpp-avx2",
+        reads_gguf=True,
+        forms=(form,),
+    )
 
 
 ENGINES = {
-    "baton": _Engine("baton_worker", home=None, held_dtype="bfloat16"),
+    BATON: _baton(""),
     "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
-    "openvino": _Engine(
-        "openvino_worker",
-        home="openvino",
-        prepare=_exported_for_openvino,
-        devices=("cpu",),
-        held_dtype="float32",  # its AVX2 kernels of attention know no other
-    ),
+    # Its AVX2 kernels of attention know float32 alone.
+    "openvino": _openvino("fp16", "", dtype="bfloat16", held_dtype="float32"),
+    "openvino-own": _openvino("fp16", "", dtype=_OWN_CHOICE, held_dtype=_OWN_CHOICE),
+    "openvino-int8": _openvino("int8", "q8_0", dtype=_OWN_CHOICE, held_dtype=_OWN_CHOICE),
+    "openvino-int4": _openvino("int4", "q4_k_m", "q4_0", dtype=_OWN_CHOICE, held_dtype=_OWN_CHOICE),
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
+    "llamacpp": _llamacpp(""),
+    **{f"llamacpp-{form}": _llamacpp(form) for form in GGUF_FORMS},
+    **{baton_of(form): _baton(form) for form in GGUF_FORMS},
 }
 """The engines, by their names in `--engines`."""
 _REFERENCE = _Engine(

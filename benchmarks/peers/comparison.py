@@ -16,14 +16,13 @@ from typing import Any, Protocol
 
 from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape
-from benchmarks.models import read_config
 from benchmarks.peers.cases import Figure, PeerCase, build_cases, requests_of_round
-from benchmarks.peers.catalogue import REFERENCE, NotMeasurableError, Setting, launch_of
+from benchmarks.peers.catalogue import BATON, REFERENCE, baton_of, forms_of, launch_of
+from benchmarks.peers.environments import NotMeasurableError, Setting
 from benchmarks.peers.peer_process import Launch, PeerAnswer, PeerError, PeerProcess, PeerRun
 from benchmarks.request import BenchRequest
 
 __all__ = [
-    "BATON",
     "Comparison",
     "RoundPeer",
     "Runs",
@@ -41,7 +40,6 @@ _WARM_UP_SHARE = 4
 
 Runs = dict[str, dict[str, list[PeerRun]]]
 """The runs by engine, then by case, in the order of the rounds."""
-BATON = "baton"
 _NUM_CHECKED = 2
 """Requests of each case whose tokens are compared with the reference's."""
 
@@ -117,43 +115,70 @@ def _rotated(names: Sequence[str], by: int) -> list[str]:
 
 
 def summarize(
-    runs: Runs, cases: Sequence[PeerCase], shape: ModelShape, ceilings: Ceilings
+    runs: Runs, cases: Sequence[PeerCase], shapes: Mapping[str, ModelShape], ceilings: Ceilings
 ) -> list[dict[str, Any]]:
     """Returns an entry for each figure of each case.
 
     An entry has the `case`, the `figure`, `is_less_better`, the `floor`, and by engine the `median`
     and all `values`. If the engines are Baton and at least one peer, it also has `best_peer`, and
-    `baton_to_best_peer`: Baton's median over that peer's.
+    `baton_to_best_peer`: Baton's median over that peer's. `by_form` has the same for each quantized
+    form of the model that Baton served.
+
+    Args:
+        runs: the runs.
+        cases: the cases.
+        shapes: the model's size in each form that Baton served; an empty form for the model as it
+            is.
+        ceilings: the machine's rates.
     """
     return [
-        _entry(case, figure, {name: by_case[case.name] for name, by_case in runs.items()})
-        | {"floor": round(figure.floor(case.requests, shape, ceilings), 2)}
+        _entry(
+            case,
+            figure,
+            {name: by_case[case.name] for name, by_case in runs.items()},
+            shapes,
+            ceilings,
+        )
         for case in cases
         for figure in case.figures
     ]
 
 
-def _entry(case: PeerCase, figure: Figure, runs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _entry(
+    case: PeerCase,
+    figure: Figure,
+    runs: Mapping[str, Sequence[PeerRun]],
+    shapes: Mapping[str, ModelShape],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
     values = {
         name: [figure.of_run(case.requests, run) for run in own] for name, own in runs.items()
     }
     medians = {name: statistics.median(own) for name, own in values.items()}
+    by_form = {
+        form: {"floor": round(figure.floor(case.requests, shape, ceilings), 2)}
+        | _ratio(medians, form, figure.is_less_better)
+        for form, shape in shapes.items()
+    }
+    of_model = by_form.pop("")
     return {
         "case": case.name,
         "figure": figure.name,
         "is_less_better": figure.is_less_better,
         "median": {name: round(median, 2) for name, median in medians.items()},
         "values": {name: [round(value, 2) for value in own] for name, own in values.items()},
-        **_ratio(medians, figure.is_less_better),
+        **of_model,
+        "by_form": by_form,
     }
 
 
-def _ratio(medians: Mapping[str, float], is_less_better: bool) -> dict[str, Any]:
-    peers = [name for name in medians if name != BATON]
-    if BATON not in medians or not peers:
+def _ratio(medians: Mapping[str, float], form: str, is_less_better: bool) -> dict[str, Any]:
+    baton = baton_of(form)
+    peers = [name for name in medians if form in forms_of(name) and name != baton]
+    if baton not in medians or not peers:
         return {}
     best = (min if is_less_better else max)(peers, key=lambda name: medians[name])
-    return {"best_peer": best, "baton_to_best_peer": round(medians[BATON] / medians[best], 3)}
+    return {"best_peer": best, "baton_to_best_peer": round(medians[baton] / medians[best], 3)}
 
 
 def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
@@ -196,6 +221,7 @@ def compare(
     engines: Sequence[str],
     case_names: Sequence[str],
     setting: Setting,
+    vocab_size: int,
     repeats: int,
     write_line: Callable[[str], None],
     before_round: Callable[[], None],
@@ -207,6 +233,7 @@ def compare(
         engines: names of engines.
         case_names: names of cases in `build_cases`.
         setting: the settings of all engines.
+        vocab_size: the model's vocabulary.
         repeats: rounds that count.
         write_line: called with lines about the progress.
         before_round: called before each round that counts.
@@ -221,7 +248,6 @@ def compare(
         raise ConfigurationError("; ".join(missing.values()))
     for reason in missing.values():
         write_line(f"not measured: {reason}")
-    vocab_size = read_config(setting.model)["vocab_size"]
     by_name = build_cases(vocab_size)
     cases = [by_name[name] for name in case_names]
     first = replace(by_name["batch-1"].requests[0], num_output_tokens=1)

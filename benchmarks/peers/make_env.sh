@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Makes the environment that one peer engine is measured in:
 #
-#   benchmarks/peers/make_env.sh vllm|openvino|transformers [FOLDER]
+#   benchmarks/peers/make_env.sh PEER [FOLDER]
+#
+# PEER is vllm, openvino, transformers, llamacpp, or llamacpp-avx2. llama.cpp is
+# compiled for this machine, in about ten minutes on two cores; llamacpp-avx2 is
+# compiled for AVX2 alone, for runs that are held to it.
 #
 # FOLDER is ~/.cache/baton-peers/PEER unless given; --peers-folder of
 # `baton bench compare` says where PEER's environments are, if elsewhere.
@@ -14,9 +18,9 @@ set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 peer=${1:-}
-requirements="$here/requirements/$peer.txt"
+requirements="$here/requirements/${peer%-avx2}.txt"
 if [[ -z $peer || ! -f $requirements ]]; then
-    echo "usage: make_env.sh vllm|openvino|transformers [FOLDER]" >&2
+    echo "usage: make_env.sh vllm|openvino|transformers|llamacpp|llamacpp-avx2 [FOLDER]" >&2
     exit 2
 fi
 folder=${2:-$HOME/.cache/baton-peers/$peer}
@@ -28,6 +32,15 @@ install() {
 }
 
 "${PYTHON:-python3}" -m venv "$folder"
+if [[ $peer == llamacpp* ]]; then
+    options="-DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF"
+    if [[ $peer == llamacpp-avx2 ]]; then
+        options+=" -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+    fi
+    CMAKE_ARGS="$options" install --no-binary llama-cpp-python -r "$requirements"
+    echo "$peer is in $folder"
+    exit
+fi
 # torch first, so that nothing below brings a build for CUDA along.
 torch=$(grep '^torch==' "$requirements")
 install "$torch"

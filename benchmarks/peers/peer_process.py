@@ -188,6 +188,10 @@ class PeerProcess:
         answer = self._ask(format_run(requests))
         return parse_run(self.launch.engine, answer, requests)
 
+    def write_logits(self, token_ids: Sequence[int], file: Path) -> None:
+        """Writes the logits after each token of a text to a file, `[num_tokens, vocab]` float32."""
+        self._ask({"command": "logits", "token_ids": list(token_ids), "file": str(file)})
+
     def reset(self) -> None:
         """Empties the engine's prefix caches."""
         self._ask({"command": "reset"})

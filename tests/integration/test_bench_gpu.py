@@ -6,8 +6,9 @@ import pytest
 
 from baton.cli import main
 from benchmarks.model_cost import Ceilings
+from benchmarks.model_shape import read_shape
 from benchmarks.offline import steps as device_steps
-from benchmarks.offline.offline_engine import Floors, OfflineEngine, read_shape
+from benchmarks.offline.offline_engine import Floors, OfflineEngine
 from benchmarks.offline.steps import measure_device_steps
 from engine.config import EngineConfig
 from engine.loop.core import EngineCore

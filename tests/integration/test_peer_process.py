@@ -13,7 +13,8 @@ import pytest
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.named_models import demo_model_path
 from benchmarks.peers import comparison, peer_process
-from benchmarks.peers.catalogue import Setting, launch_of
+from benchmarks.peers.catalogue import launch_of
+from benchmarks.peers.environments import Setting
 from benchmarks.peers.peer_process import Launch, PeerError, PeerProcess
 from benchmarks.request import BenchRequest
 

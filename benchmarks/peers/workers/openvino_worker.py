@@ -65,12 +65,10 @@ def _load(args: argparse.Namespace) -> Any:
     scheduling.cache_size = _CACHE_GIB
     scheduling.max_num_batched_tokens = _MAX_BATCHED_TOKENS
     scheduling.enable_prefix_caching = True
-    precision = _PRECISIONS[args.dtype]
-    properties = {
-        "INFERENCE_NUM_THREADS": args.num_threads,
-        "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
-    }
+    properties = {"INFERENCE_NUM_THREADS": args.num_threads}
+    if args.dtype != "auto":
+        for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"):
+            properties[name] = _PRECISIONS[args.dtype]
     return openvino_genai.ContinuousBatchingPipeline(args.model, scheduling, "CPU", properties)
 
 

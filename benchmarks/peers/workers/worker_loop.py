@@ -5,6 +5,8 @@
     <- {"wall_s": 0.1, "requests": [{"token_ids": [5, 6], "token_times_s": [0.05, 0.1]}]}
     -> {"command": "reset"}                         empties prefix caches
     <- {}
+    -> {"command": "logits", "token_ids": [1, 2], "file": "..."}
+    <- {}                                           they are in the file, float32
     -> {"command": "quit"}
     <- {"error": "..."}                             instead of an answer; the worker ends
 
@@ -22,9 +24,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
-__all__ = ["Engine", "Request", "Result", "StepOutput", "Stepper", "run_stepped", "serve", "work"]
+__all__ = [
+    "Engine",
+    "LogitsEngine",
+    "Request",
+    "Result",
+    "StepOutput",
+    "Stepper",
+    "run_stepped",
+    "serve",
+    "work",
+]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,6 +74,14 @@ class Engine(Protocol):
 
         Runs share no prompts, so cached prefixes only occupy memory.
         """
+
+
+@runtime_checkable
+class LogitsEngine(Protocol):
+    """An engine that computes the logits of whole texts too."""
+
+    def write_logits(self, token_ids: Sequence[int], file: str) -> None:
+        """Writes the logits after each token of a text to a file, `[num_tokens, vocab]` float32."""
 
 
 StepOutput = tuple[int, Sequence[int], bool]
@@ -130,6 +150,9 @@ def _do(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
     if command["command"] == "reset":
         engine.reset()
         return {}
+    if command["command"] == "logits" and isinstance(engine, LogitsEngine):
+        engine.write_logits(command["token_ids"], command["file"])
+        return {}
     if command["command"] != "run":
         raise ValueError(f"unknown command {command['command']!r}")
     requests = [Request(**request) for request in command["requests"]]
@@ -146,9 +169,9 @@ def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
 
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("model", help="checkpoint folder, or file in the engine's own format")
     parser.add_argument("--num-threads", type=int, required=True)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "auto"), default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--device", default="cpu")
     return parser

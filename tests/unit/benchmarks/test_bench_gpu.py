@@ -15,8 +15,8 @@ from benchmarks.kernels.case import SIZES, DecoderShape
 from benchmarks.kernels.measure import PRIMITIVES, make_cases
 from benchmarks.machine import slug
 from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
+from benchmarks.model_shape import read_shape
 from benchmarks.models import RANDOM_MODELS, offline_config, resolve_model, write_random_config
-from benchmarks.offline.offline_engine import read_shape
 from benchmarks.planned import PartReport, PlannedPart
 from engine.config import EngineConfig
 from tests.support.bench_flags import parse_bench

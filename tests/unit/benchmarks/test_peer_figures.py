@@ -1,5 +1,7 @@
 """Comparison with other engines: cases, figures, floors, ratios and agreement."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.compare_command import print_comparison
@@ -111,7 +113,7 @@ def test_floor_computes_a_shared_prefix_once():
 
 def test_a_summary_has_medians_and_ratios():
     cases = list(build_cases(100).values())
-    gaps = {"baton": (0.02, 0.01, 0.03), "slow": (0.05,) * 3, "quick": (0.04,) * 3}
+    gaps = {"baton": (0.02, 0.01, 0.03), "vllm": (0.05,) * 3, "openvino": (0.04,) * 3}
     runs = {
         engine: {
             case.name: [even_run(case.requests, first_s=0.5, gap_s=gap) for gap in own]
@@ -119,28 +121,44 @@ def test_a_summary_has_medians_and_ratios():
         }
         for engine, own in gaps.items()
     }
-    by_figure = {(e["case"], e["figure"]): e for e in summarize(runs, cases, SHAPE, ceilings())}
+    by_figure = {
+        (e["case"], e["figure"]): e for e in summarize(runs, cases, {"": SHAPE}, ceilings())
+    }
     token = by_figure["batch-1", "ms per token"]
-    assert token["median"] == {"baton": 20, "slow": 50, "quick": 40}
+    assert token["median"] == {"baton": 20, "vllm": 50, "openvino": 40}
     assert token["values"]["baton"] == [20, 10, 30]
-    assert (token["best_peer"], token["baton_to_best_peer"]) == ("quick", 0.5)
+    assert (token["best_peer"], token["baton_to_best_peer"]) == ("openvino", 0.5)
     first = by_figure["batch-1", "ms to first token"]
     assert first["median"]["baton"] == 500
     rate = by_figure["shared-prefix", "output tokens/s"]
     assert rate["median"]["baton"] == pytest.approx(1024 / (0.5 + 31 * 0.02), abs=0.01)
-    assert (rate["best_peer"], rate["is_less_better"]) == ("quick", False)
+    assert (rate["best_peer"], rate["is_less_better"]) == ("openvino", False)
     assert rate["baton_to_best_peer"] == pytest.approx(
         (0.5 + 31 * 0.04) / (0.5 + 31 * 0.02), abs=1e-3
     )
     total = by_figure["long-prompts", "total tokens/s"]
-    assert total["median"]["slow"] == pytest.approx(12_064 / (0.5 + 15 * 0.05), abs=0.01)
+    assert total["median"]["vllm"] == pytest.approx(12_064 / (0.5 + 15 * 0.05), abs=0.01)
+
+
+def test_each_form_of_the_weights_is_compared_with_its_own_peers_and_floor():
+    case = build_cases(100)["batch-1"]
+    gaps = {"baton": 4, "vllm": 5, "baton-q4_0": 2, "llamacpp-q4_0": 4, "openvino-int4": 1}
+    runs = {name: {case.name: [even_run(case.requests, 1, gap)]} for name, gap in gaps.items()}
+    shapes = {"": SHAPE, "q4_0": replace(SHAPE, bytes_per_weight=0.5)}
+    token, _ = summarize(runs, [case], shapes, ceilings(read=1000))
+    assert (token["best_peer"], token["baton_to_best_peer"], token["floor"]) == ("vllm", 0.8, 220)
+    assert token["by_form"] == {
+        "q4_0": {"best_peer": "openvino-int4", "baton_to_best_peer": 2.0, "floor": 55.0}
+    }
 
 
 @pytest.mark.parametrize("engines", [("baton",), ("vllm", "openvino")])
 def test_a_summary_without_baton_or_without_peers_has_no_ratio(engines):
     case = build_cases(100)["batch-1"]
     runs = {name: {case.name: [even_run(case.requests, 1, 1)]} for name in engines}
-    assert all("best_peer" not in entry for entry in summarize(runs, [case], SHAPE, ceilings()))
+    assert all(
+        "best_peer" not in entry for entry in summarize(runs, [case], {"": SHAPE}, ceilings())
+    )
 
 
 def test_agreement_counts_the_tokens_before_the_first_difference():
@@ -169,6 +187,7 @@ def test_the_printed_comparison_has_every_measured_part(capsys):
         "floor": 20.0,
         "best_peer": "vllm",
         "baton_to_best_peer": 1.2,
+        "by_form": {"q8_0": {"floor": 40.0}},
     }
     facts = {
         "description": "baton 1",
@@ -181,6 +200,6 @@ def test_the_printed_comparison_has_every_measured_part(capsys):
     report["split"] = {"whole": 10.0, "split": 9.0, "split_to_whole": 0.9}
     print_comparison(report)
     printed = capsys.readouterr().out
-    assert "| 12.0 | 10.0 | 20.0 | 1.20 (vllm) |" in printed
+    assert "| 12.0 | 10.0 | 20.0; q8_0 40.0 | 1.20 (vllm) |" in printed
     assert "| 1.5 | 100 | 3 of 4 |" in printed
     assert "| split / undivided | 0.900 |" in printed

@@ -2,17 +2,21 @@
 
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from baton.common.errors import ConfigurationError
 from benchmarks import machine
+from benchmarks.peers import served_files
 from benchmarks.peers.cases import PeerCase
-from benchmarks.peers.catalogue import ENGINES, REFERENCE, Setting, launch_of
+from benchmarks.peers.catalogue import ENGINES, REFERENCE, launch_of
 from benchmarks.peers.comparison import find_installed, take_turns
+from benchmarks.peers.environments import Setting
 from benchmarks.peers.peer_process import (
     PeerAnswer,
     PeerError,
@@ -84,6 +88,19 @@ def test_a_worker_answers_each_line_until_the_quit_command():
     assert run.answers == (PeerAnswer((0, 1), (0.5, 0.5)), PeerAnswer((0,), (0.5,)))
     assert reset == {}
     assert engine.num_resets == 1
+
+
+def test_a_worker_writes_logits_if_its_engine_can(tmp_path):
+    class LogitsEngine(CountingEngine):
+        def write_logits(self, token_ids, file):
+            Path(file).write_text(str(token_ids))
+
+    file = tmp_path / "logits"
+    command = json.dumps({"command": "logits", "token_ids": [1, 2], "file": str(file)})
+    serve(LogitsEngine(), [command], io.StringIO())
+    assert file.read_text() == "[1, 2]"
+    with pytest.raises(ValueError, match="unknown command 'logits'"):
+        serve(CountingEngine(), [command], io.StringIO())
 
 
 def test_a_worker_refuses_an_unknown_command():
@@ -221,17 +238,17 @@ def test_an_unknown_engine_is_refused(tmp_path):
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "baton"])
 def test_a_missing_environment_is_reported_with_the_command_that_makes_it(engine, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"make_env\.sh (vllm|openvino|transformers) "):
+    with pytest.raises(
+        ConfigurationError, match=r"make_env\.sh (vllm|openvino|transformers|llamacpp) "
+    ):
         launch_of(engine, setting_of(tmp_path))
 
 
 def test_peers_run_their_own_interpreter_without_the_environment_of_baton(tmp_path, monkeypatch):
-    python = tmp_path / "transformers" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
+    make_environments(tmp_path, "transformers")
     monkeypatch.setenv("PYTHONPATH", "/baton")
     launch = launch_of("transformers", setting_of(tmp_path))
-    assert launch.command[0] == str(python)
+    assert launch.command[0] == str(tmp_path / "transformers" / "bin" / "python")
     assert Path(launch.command[1]).is_file()
     assert launch.command[2:] == (
         *("/model", "--num-threads", "3", "--dtype", "bfloat16", "--max-model-len", "64"),
@@ -249,7 +266,14 @@ def test_engines_that_are_not_installed_are_left_out_and_named(tmp_path):
     assert "make_env.sh openvino" in missing["openvino"]
 
 
-def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, monkeypatch):
+def make_environments(folder, *names):
+    for name in names:
+        python = folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+
+
+def hold_to_avx2(monkeypatch):
     best = variants_for("x86_64")[0]
     monkeypatch.setattr(machine, "variants_for", lambda: variants_for("x86_64"))
     monkeypatch.setattr(machine, "cpu_features", lambda: best.cpu_features)
@@ -257,10 +281,11 @@ def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, mon
     monkeypatch.setenv("BATON_CPU_KERNELS", "avx2")
     names = machine.name_machine()
     assert (names["instruction_set"], names["forced_on"]) == ("avx2", best.name)
-    for engine in ("vllm", "transformers"):
-        python = tmp_path / engine / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.touch()
+
+
+def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, monkeypatch):
+    hold_to_avx2(monkeypatch)
+    make_environments(tmp_path, "vllm", "transformers")
     environment = launch_of(REFERENCE, setting_of(tmp_path)).environment
     assert environment["OV_CPU_MAX_ISA"] == environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
     launches, missing = find_installed(["baton", "vllm", "transformers"], setting_of(tmp_path))
@@ -269,6 +294,40 @@ def test_engines_are_held_to_the_instruction_set_of_batons_kernels(tmp_path, mon
     monkeypatch.setenv("BATON_CPU_KERNELS", "generic")
     with pytest.raises(ConfigurationError, match="can be held to avx2, avx2_vnni only"):
         launch_of("baton", setting_of(tmp_path))
+
+
+def test_engines_that_read_no_gguf_files_are_left_out_of_their_comparison(tmp_path, monkeypatch):
+    make_environments(tmp_path, "llamacpp", "llamacpp-avx2", "vllm")
+    setting = replace(setting_of(tmp_path), model=tmp_path / "model.gguf")
+    launches, missing = find_installed(["baton", "llamacpp", "vllm", REFERENCE], setting)
+    assert list(launches) == ["baton", "llamacpp"]
+    assert missing["vllm"] == "vllm is not measured on GGUF files"
+    assert {launch.command[2] for launch in launches.values()} == {str(setting.model)}
+    hold_to_avx2(monkeypatch)
+    held = launch_of("llamacpp", setting).command[0]
+    assert held == str(tmp_path / "llamacpp-avx2" / "bin" / "python")
+
+
+def test_quantized_forms_are_made_once_and_served_by_baton_and_llama_cpp(tmp_path, monkeypatch):
+    make_environments(tmp_path, "llamacpp")
+    setting = replace(setting_of(tmp_path), model=tmp_path / "model.gguf")
+    setting.model.touch()
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        Path(command[3]).touch()
+        return CompletedProcess(command, 0)
+
+    monkeypatch.setattr(served_files.subprocess, "run", run)
+    models = [launch_of(f"{name}-q4_0", setting).command[2] for name in ("baton", "llamacpp")]
+    assert models[0] == models[1]
+    assert Path(models[0]).parent == tmp_path / "models"
+    ((_, script, source, _, form),) = commands
+    assert (Path(script).name, source, form) == ("llamacpp_quantize.py", str(setting.model), "q4_0")
+    setting.model.write_text("another")
+    os.utime(setting.model, (1, 1))
+    assert launch_of("baton-q4_0", setting).command[2] != models[0]
 
 
 def test_on_a_gpu_peers_without_an_environment_run_in_batons(tmp_path):

@@ -1,0 +1,1 @@
+"""Next-token distributions of a model's forms and engines, compared with float32."""
