@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.runtime.weights.loader import LoadedModel, load_model
-from engine.runtime.weights.weight_upload import locate_tensors, upload
+from engine.runtime.weights.safetensors_file import locate_tensors
+from engine.runtime.weights.weight_upload import upload
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.devices import DEVICE
 

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from baton.common.errors import ConfigurationError
 from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
-from engine.runtime.weights.weight_upload import HostBuffer, locate_tensors, upload
+from engine.runtime.weights.safetensors_file import locate_tensors
+from engine.runtime.weights.weight_upload import HostBuffer, upload
 from tests.support.checkpoints import VARIANTS, tiny_checkpoint
 
 _CPU = torch.device("cpu")

@@ -37,6 +37,7 @@ from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
 from engine.runtime.weights.format_plan import plan_formats
+from engine.runtime.weights.safetensors_file import StoredTensor, locate_tensors
 from engine.runtime.weights.shared_weights import share_weights
 from engine.runtime.weights.stored_tensors import (
     OpenFile,
@@ -44,7 +45,7 @@ from engine.runtime.weights.stored_tensors import (
     open_safetensors,
     read_headers,
 )
-from engine.runtime.weights.weight_upload import StoredTensor, locate_tensors, upload
+from engine.runtime.weights.weight_upload import upload
 from kernels.block_rows import BlockRows
 
 __all__ = [

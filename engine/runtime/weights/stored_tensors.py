@@ -15,12 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from baton.common.errors import ConfigurationError
-from baton.common.file_access import has_file
 from engine.models.layers import OUTPUT_HEAD, CausalModel
 from engine.models.tensor_parts import TensorPart, as_numbers
+from engine.runtime.weights.safetensors_file import SafetensorsFile
 from kernels.block_rows import BlockRows
 from kernels.formats import FORMATS, WeightFormat
 
@@ -284,17 +283,13 @@ def first_float_dtype(files: Iterable[Path]) -> str | None:
     return next((_FLOAT_DTYPES[dtype] for dtype in dtypes if dtype in _FLOAT_DTYPES), None)
 
 
-def open_safetensors(file: Path) -> Any:
+def open_safetensors(file: Path) -> SafetensorsFile:
     """Opens a safetensors file.
 
     Raises:
         ConfigurationError: it is not readable.
     """
-    try:
-        has_file(file)  # `safe_open` calls one without permission "No such file"
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
+    return SafetensorsFile(file)
 
 
 def read_headers(files: Iterable[Path], open_file: OpenFile) -> Iterator[StoredEntry]:

@@ -4,67 +4,24 @@
 
 A thread reads the next piece of a file while the device copies the previous one. The device
 converts types and memory order. The host never holds more than the two buffers.
-
-Format of the files: https://huggingface.co/docs/safetensors
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 import torch
 
-from baton.common.errors import ConfigurationError
-from baton.common.file_access import unreadable
 from engine.models.tensor_parts import WeightTarget
 from engine.runtime.weights.file_reader import FileReader
-from kernels import Cut
+from engine.runtime.weights.safetensors_file import StoredTensor
 
-__all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "upload"]
+__all__ = ["BUFFER_BYTES", "HostBuffer", "upload"]
 
 BUFFER_BYTES = 64 * 2**20
 _NUM_BUFFERS = 2
-_LENGTH_BYTES = 8  # size of the header's length, at the start of a file
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        file: the file.
-        offset: offset of its first byte in the file.
-        num_bytes: size of the tensor.
-        dtype: type of its elements.
-        shape: its shape, in row-major order.
-    """
-
-    file: Path
-    offset: int
-    num_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def rows(self, cut: Cut) -> "StoredTensor":
-        """Returns a range of the first axis as a tensor."""
-        row_bytes = self.num_bytes // cut.total
-        return replace(
-            self,
-            offset=self.offset + cut.start * row_bytes,
-            num_bytes=cut.size * row_bytes,
-            shape=(cut.size, *self.shape[1:]),
-        )
 
 
 class HostBuffer:
@@ -103,34 +60,6 @@ class _Piece:
     tensor: int
     start: int
     num_bytes: int
-
-
-def locate_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Returns a valid safetensors file's tensors of numbers and bytes, by name.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
-    try:
-        with file.open("rb") as source:
-            length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
-            header = json.loads(source.read(length))
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except ValueError as error:
-        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
-    first = _LENGTH_BYTES + length
-    return {
-        name: StoredTensor(
-            file=file,
-            offset=first + facts["data_offsets"][0],
-            num_bytes=facts["data_offsets"][1] - facts["data_offsets"][0],
-            dtype=_DTYPES[facts["dtype"]],
-            shape=tuple(facts["shape"]),
-        )
-        for name, facts in header.items()
-        if facts.get("dtype") in _DTYPES
-    }
 
 
 def upload(
