@@ -11,7 +11,7 @@ import torch
 from kernels.block_rows import BlockRows
 from kernels.formats import WeightFormat
 
-__all__ = ["dequantize", "pack_rows", "quantize_rows", "unpack_nibbles"]
+__all__ = ["dequantize", "pack_rows", "quantize_rows", "take_columns", "unpack_nibbles"]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in a CPU's cache
 _RUN = 16  # bytes of 4-bit codes, of which the low halves come first: those of 32 columns
@@ -99,6 +99,14 @@ def unpack_nibbles(codes: torch.Tensor, run: int = _RUN) -> torch.Tensor:
     """
     runs = _divided(codes, run)
     return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
+
+
+def take_columns(rows: BlockRows, start: int, stop: int) -> BlockRows | torch.Tensor:
+    """Returns columns of rows: as blocks if these are whole ones, otherwise as float32 numbers."""
+    block = rows.format.block or 1
+    if start % block or stop % block:
+        return dequantize(rows, torch.float32)[:, start:stop]
+    return rows.columns(start, stop)
 
 
 def _pieces(num_rows: int, num_columns: int) -> list[slice]:

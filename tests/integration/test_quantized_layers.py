@@ -7,8 +7,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from baton.common.errors import ConfigurationError
 from engine.models.quantization import quantization_scheme
-from engine.runtime.weights.quantized import files as files_module
+from engine.models.tensor_parts import as_numbers
 from engine.runtime.weights.quantized.files import QuantizedFiles
+from engine.runtime.weights.stored_tensors import read_headers
+from kernels.block_rows import BlockRows
+from kernels.formats import FORMATS
 from tests.support.kernel_checks import normal
 from tests.support.quantized_layers import KINDS
 
@@ -26,38 +29,50 @@ def _write(kind, folder, rows=40, columns=96, files=1, **others):
     return paths, layer.weight
 
 
-def _open(kind, paths, dtype=torch.float32):
-    return QuantizedFiles(paths, quantization_scheme(kind.config), dtype)
+def _open(kind, paths):
+    return QuantizedFiles(paths, quantization_scheme(kind.config))
 
 
 def _weights(files, paths):
-    """Returns what all files have, by name."""
+    """Returns the layers' weights in all files, by name."""
     found = {}
     for path in paths:
         with files.open(path) as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                found[name] = tensors.get_slice(name)[:, :]
     return found
 
 
-@pytest.mark.parametrize("form", KINDS)
-def test_a_layer_has_the_weight_that_its_library_makes_of_it(form, tmp_path):
-    kind = KINDS[form]
-    columns = 256 if form == "fp8 blocks" else 96
-    paths, weight = _write(
-        kind, tmp_path, rows=200 if form == "fp8 blocks" else 40, columns=columns
-    )
+def _numbers(files, paths):
+    return as_numbers(_weights(files, paths)[_WEIGHT])
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "kept_in"),
+    [
+        *((form, (40, 96), kind.format) for form, kind in KINDS.items()),
+        ("fp8 blocks", (200, 256), "FP8_128"),
+        ("fp8 blocks", (200, 192), None),
+        ("w4a16 channels", (24, 128), "INT4_128"),
+    ],
+)
+def test_a_layer_has_the_weight_that_its_library_makes_of_it(form, shape, kept_in, tmp_path):
+    paths, weight = _write(KINDS[form], tmp_path, *shape)
+    files = _open(KINDS[form], paths)
+    (entry,) = read_headers(paths, files.open)
+    assert (entry.name, entry.shape) == (_WEIGHT, shape)
+    assert entry.format == (kept_in and FORMATS[kept_in])
+    found = _weights(files, paths)[_WEIGHT]
+    assert isinstance(found, BlockRows) == bool(kept_in)
     # compressed-tensors compute in the type of the scales, and Baton in float32.
-    for dtype in (weight.dtype, torch.bfloat16):
-        found = _weights(_open(kind, paths, dtype), paths)
-        assert list(found) == [_WEIGHT]
-        assert torch.equal(found[_WEIGHT], weight.to(dtype))
+    assert torch.equal(as_numbers(found).to(weight.dtype), weight)
 
 
 @pytest.mark.parametrize("form", ["gptq with zero points", "awq", "w4a16 channels", "fp8 blocks"])
 def test_parts_of_a_layer_in_several_files_are_those_of_its_weight(form, tmp_path):
     kind = KINDS[form]
     bias = {"layers.0.q_proj.bias": normal(200), "layers.0.q_proj.input_scale": normal(1)}
-    paths, weight = _write(kind, tmp_path, rows=200, columns=320, files=3, **bias)
+    paths, weight = _write(kind, tmp_path, rows=200, columns=384, files=3, **bias)
     files = _open(kind, paths)
     names = []
     for path in paths:
@@ -66,17 +81,10 @@ def test_parts_of_a_layer_in_several_files_are_those_of_its_weight(form, tmp_pat
             if _WEIGHT not in tensors.keys():  # noqa: SIM118 - not a dict
                 continue
             stored = tensors.get_slice(_WEIGHT)
-            assert stored.get_shape() == [200, 320]
-            for rows, columns in (((3, 17), (0, 320)), ((126, 200), (64, 192)), ((8, 9), (5, 6))):
+            for rows, columns in (((3, 17), (0, 384)), ((126, 200), (128, 384)), ((8, 9), (5, 6))):
                 index = slice(*rows), slice(*columns)
-                assert torch.equal(stored[index], weight.float()[index])
+                assert torch.equal(as_numbers(stored[index]), weight.float()[index])
     assert sorted(names) == ["layers.0.q_proj.bias", _WEIGHT]
-
-
-def test_a_large_layer_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "_PIECE_ELEMENTS", 1000)  # of ten rows
-    paths, weight = _write(KINDS["awq"], tmp_path)
-    assert torch.equal(_weights(_open(KINDS["awq"], paths), paths)[_WEIGHT], weight)
 
 
 def test_blocks_of_floats_have_the_weight_that_transformers_makes_of_them(tmp_path):
@@ -84,7 +92,7 @@ def test_blocks_of_floats_have_the_weight_that_transformers_makes_of_them(tmp_pa
     paths, _ = _write(kind, tmp_path, rows=256, columns=384)
     layer = {name.split(".")[-1]: tensor for name, tensor in load_file(paths[0]).items()}
     expected = Fp8Dequantize(None)._dequantize_one(layer["weight"], layer["weight_scale_inv"])
-    assert torch.equal(_weights(_open(kind, paths), paths)[_WEIGHT], expected)
+    assert torch.equal(_numbers(_open(kind, paths), paths), expected)
 
 
 def test_powers_of_two_may_be_scales_of_blocks(tmp_path):
@@ -96,7 +104,7 @@ def test_powers_of_two_may_be_scales_of_blocks(tmp_path):
         {f"layers.0.q_proj.{name}": tensor for name, tensor in layer.tensors.items()},
         tmp_path / "a",
     )
-    found = _weights(_open(kind, [tmp_path / "a"]), [tmp_path / "a"])[_WEIGHT]
+    found = _numbers(_open(kind, [tmp_path / "a"]), [tmp_path / "a"])
     wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:130]
     assert torch.equal(found, layer.tensors["weight"].float() * wide)
 

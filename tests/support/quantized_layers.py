@@ -33,10 +33,17 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantize layers: `quantization_config`, and what makes a layer of a weight."""
+    """A way to quantize layers.
+
+    Attributes:
+        config: `quantization_config`.
+        quantize: makes a layer of a weight.
+        format: the storage format in which a layer of 96 inputs is kept; None if it is not.
+    """
 
     config: dict[str, Any]
     quantize: Callable[[torch.Tensor], StoredLayer]
+    format: str | None
 
 
 def _gptq(
@@ -151,7 +158,9 @@ def _fp8(weight: torch.Tensor, *, rows: int | None, columns: int | None, name: s
     return StoredLayer({"weight": codes, name: stored}, codes.float() * wide)
 
 
-def _compressed_kind(form: str, dtype: torch.dtype = torch.float32, **weights: Any) -> Kind:
+def _compressed_kind(
+    form: str, kept_in: str | None, dtype: torch.dtype = torch.float32, **weights: Any
+) -> Kind:
     args = {"type": "int", "num_bits": 8, "symmetric": True, **weights}
     group = {"targets": ["Linear"], "weights": args, "format": form}
     if form != "pack-quantized":
@@ -164,10 +173,10 @@ def _compressed_kind(form: str, dtype: torch.dtype = torch.float32, **weights: A
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
-    return Kind(config, partial(_compressed, form=form, dtype=dtype, **args))
+    return Kind(config, partial(_compressed, form=form, dtype=dtype, **args), kept_in)
 
 
-def _gptq_kind(**settings: Any) -> Kind:
+def _gptq_kind(kept_in: str | None, **settings: Any) -> Kind:
     config = {
         "quant_method": "gptq",
         "bits": settings.get("bits", 4),
@@ -176,43 +185,54 @@ def _gptq_kind(**settings: Any) -> Kind:
         "desc_act": not settings.get("is_ordered", True),
         "checkpoint_format": "gptq" if settings.get("zero_offset", 1) else "gptq_v2",
     }
-    return Kind(config, partial(_gptq, **settings))
+    return Kind(config, partial(_gptq, **settings), kept_in)
 
 
 _AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 _BF16 = torch.bfloat16
 
 KINDS: Mapping[str, Kind] = {
-    "gptq": _gptq_kind(),
-    "gptq 8 bits, v2": _gptq_kind(bits=8, group=64, zero_offset=0),
-    "gptq with zero points": _gptq_kind(symmetric=False),
-    "gptq v2 with zero points": _gptq_kind(symmetric=False, zero_offset=0),
-    "gptq 8 bits with zero points": _gptq_kind(bits=8, symmetric=False),
-    "gptq in another order": _gptq_kind(is_ordered=False, symmetric=False),
-    "awq": Kind(_AWQ | {"group_size": 32}, partial(_awq, group=32)),
-    "w4a16 groups": _compressed_kind("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    "gptq": _gptq_kind("INT4_32"),
+    "gptq 8 bits, v2": _gptq_kind("INT8_32", bits=8, group=64, zero_offset=0),
+    "gptq with zero points": _gptq_kind("INT4_32", symmetric=False),
+    "gptq v2 with zero points": _gptq_kind("INT4_32", symmetric=False, zero_offset=0),
+    "gptq 8 bits with zero points": _gptq_kind(None, bits=8, symmetric=False),
+    "gptq in another order": _gptq_kind(None, is_ordered=False, symmetric=False),
+    "awq": Kind(_AWQ | {"group_size": 32}, partial(_awq, group=32), "INT4_32"),
+    "w4a16 groups": _compressed_kind(
+        "pack-quantized", "INT4_32", num_bits=4, strategy="group", group_size=32
+    ),
     "w4a16 groups in bfloat16, with zero points": _compressed_kind(
-        "pack-quantized", _BF16, num_bits=4, strategy="group", group_size=32, symmetric=False
+        *("pack-quantized", "INT4_32", _BF16),
+        num_bits=4,
+        strategy="group",
+        group_size=32,
+        symmetric=False,
     ),
-    "w4a16 channels": _compressed_kind("pack-quantized", num_bits=4, strategy="channel"),
-    "w8a16 channels": _compressed_kind("pack-quantized", strategy="channel"),
+    "w4a16 channels": _compressed_kind("pack-quantized", "INT4_32", num_bits=4, strategy="channel"),
+    "w8a16 channels": _compressed_kind("pack-quantized", "INT8", strategy="channel"),
     "w8a16 groups with zero points": _compressed_kind(
-        "pack-quantized", strategy="group", group_size=32, symmetric=False
+        "pack-quantized", None, strategy="group", group_size=32, symmetric=False
     ),
-    "w8a8 channels": _compressed_kind("int-quantized", strategy="channel"),
-    "w8a8 tensors": _compressed_kind("int-quantized", strategy="tensor"),
-    "w8a8 floats": _compressed_kind("float-quantized", _BF16, type="float", strategy="channel"),
+    "w8a8 channels": _compressed_kind("int-quantized", "INT8", strategy="channel"),
+    "w8a8 tensors": _compressed_kind("int-quantized", "INT8", strategy="tensor"),
+    "w8a8 floats": _compressed_kind(
+        "float-quantized", "FP8", _BF16, type="float", strategy="channel"
+    ),
     "fp8 tensors": Kind(
         {"quant_method": "fp8", "activation_scheme": "static"},
         partial(_fp8, rows=None, columns=None, name="weight_scale"),
+        "FP8",
     ),
     "fp8 blocks": Kind(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
         partial(_fp8, rows=128, columns=128, name="weight_scale_inv"),
+        "FP8",
     ),
     "fbgemm": Kind(
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         partial(_fp8, rows=1, columns=None, name="weight_scale"),
+        "FP8",
     ),
 }
 """Ways to quantize layers, by a name for tests."""

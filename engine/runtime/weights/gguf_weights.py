@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import torch
 
+import kernels
 from baton.common.model_files.gguf.architecture import TensorOrder
 from baton.common.model_files.gguf.architectures import architecture_of
 from baton.common.model_files.gguf.header import GgufHeader, GgufTensor
@@ -154,14 +155,14 @@ class GgufWeights:
 
     def _read_blocks(
         self, place: _Place, weight_format: WeightFormat, index: tuple[slice, ...]
-    ) -> BlockRows:
-        """Reads a part of a matrix as blocks; its columns are whole blocks."""
+    ) -> BlockRows | torch.Tensor:
+        """Reads a part of a matrix as blocks, or as numbers if its columns are no whole blocks."""
         rows, columns = (range(size)[part] for size, part in zip(place.shape, index, strict=True))
         order = self._order_of_rows(place)
         part = slice(rows.start, rows.stop)
         stored = self._read_bytes(place, part if order is None else order[part])
         blocks = BlockRows(weight_format, torch.from_numpy(stored), place.columns)
-        return blocks.columns(columns.start, columns.stop)
+        return kernels.take_columns(blocks, columns.start, columns.stop)
 
     def _format_of(self, place: _Place) -> WeightFormat | None:
         """Returns the format in which a matrix can be read; None if it has to be dequantized."""

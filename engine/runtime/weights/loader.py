@@ -329,7 +329,7 @@ def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -
             return open_safetensors
         from engine.runtime.weights.quantized.files import QuantizedFiles
 
-        return QuantizedFiles(checkpoint.weight_files, scheme, dtype).open
+        return QuantizedFiles(checkpoint.weight_files, scheme).open
     from engine.runtime.weights.gguf_weights import GgufWeights
 
     header = checkpoint.files.header

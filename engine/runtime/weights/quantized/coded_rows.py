@@ -82,15 +82,15 @@ class CodedRows:
             codes = codes ^ _MIDDLE  # int8 in two's complement
         return kernels.pack_rows(weight_format, codes, scales, zeros)
 
-    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the numbers, `[rows, columns]`, which are rounded once, from float32."""
+    def numbers(self) -> torch.Tensor:
+        """Returns the numbers, `[rows, columns]` float32."""
         if self.kind is CodeKind.FP8:
             numbers = self.codes.view(torch.float8_e4m3fn).float()
         elif self.zeros is None:
             numbers = self.codes.float() - self.kind.middle
         else:
             numbers = self.codes - self.zeros[:, self.groups]
-        return (self.scales[:, self.groups] * numbers).to(dtype)
+        return self.scales[:, self.groups] * numbers
 
 
 def unpack_words(words: torch.Tensor, kind: CodeKind) -> torch.Tensor:

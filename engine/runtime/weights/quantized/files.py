@@ -13,15 +13,16 @@ from typing import Any, Self
 
 import torch
 
+import kernels
 from engine.models.quantization import Scheme, SchemeKind
 from engine.runtime.weights.quantized.layers import LayerTensors, OpenFiles, QuantizedLayer
 from engine.runtime.weights.quantized.packed_words import awq_layer, gptq_layer
 from engine.runtime.weights.quantized.scaled_tensors import packed_layer, scaled_layer
 from engine.runtime.weights.stored_tensors import StoredEntry, open_safetensors, read_headers
+from kernels.block_rows import BlockRows
 
 __all__ = ["QuantizedFiles"]
 
-_PIECE_ELEMENTS = 2**20  # of a weight whose codes and numbers are in memory at once
 _PARTS = frozenset(
     {
         *("qweight", "qzeros", "scales", "g_idx"),
@@ -45,15 +46,14 @@ class QuantizedFiles:
     Args:
         files: its safetensors files.
         scheme: of its config.json.
-        dtype: type of weights that no storage format can have, which are dequantized.
 
     Raises:
         ConfigurationError: a file is not readable, or the tensors of a layer do not fit each
             other; names the tensor.
     """
 
-    def __init__(self, files: Iterable[Path], scheme: Scheme, dtype: torch.dtype) -> None:
-        self._files, self._dtype = OpenFiles(), dtype
+    def __init__(self, files: Iterable[Path], scheme: Scheme) -> None:
+        self._files = OpenFiles()
         self._plain: dict[Path, list[str]] = defaultdict(list)
         self._weights: dict[Path, dict[str, QuantizedLayer]] = defaultdict(dict)
         entries = list(read_headers(files, open_safetensors))
@@ -71,9 +71,7 @@ class QuantizedFiles:
 
     def open(self, file: Path) -> "_QuantizedFile":
         """Opens one of the files; the result has the methods of `safe_open`'s."""
-        return _QuantizedFile(
-            self._files, file, self._plain[file], self._weights[file], self._dtype
-        )
+        return _QuantizedFile(self._files, file, self._plain[file], self._weights[file])
 
     def _add(self, path: str, tensors: _Entries, scheme: Scheme) -> bool:
         """Adds the weight of a layer with these tensors; returns whether it is quantized."""
@@ -93,7 +91,6 @@ class _QuantizedFile:
         file: the file.
         plain: names of its tensors that belong to no quantized layer.
         weights: by name, the weights of quantized layers.
-        dtype: type of weights that are dequantized.
     """
 
     def __init__(
@@ -102,9 +99,8 @@ class _QuantizedFile:
         file: Path,
         plain: list[str],
         weights: Mapping[str, QuantizedLayer],
-        dtype: torch.dtype,
     ) -> None:
-        self._files, self._file, self._dtype = files, file, dtype
+        self._files, self._file = files, file
         self._plain, self._weights = plain, weights
 
     def __enter__(self) -> Self:
@@ -120,16 +116,12 @@ class _QuantizedFile:
     def get_slice(self, name: str) -> Any:
         """Returns the type and the shape of a tensor; an index reads a part."""
         if name in self._weights:
-            return _Weight(self._weights[name], self._dtype)
+            return _Weight(self._weights[name])
         return self._files[self._file].get_slice(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Reads a tensor."""
-        stored: torch.Tensor
-        if name in self._weights:
-            stored = self.get_slice(name)[slice(None), slice(None)]
-        else:
-            stored = self._files[self._file].get_tensor(name)
+        """Reads a tensor that belongs to no quantized layer."""
+        stored: torch.Tensor = self._files[self._file].get_tensor(name)
         return stored
 
 
@@ -138,23 +130,26 @@ class _Weight:
     """The weight of a quantized layer."""
 
     layer: QuantizedLayer
-    dtype: torch.dtype
 
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Reads a part of it: a slice per axis, each in steps of one."""
-        num_rows, num_columns = self.layer.shape
-        selected, columns = range(num_rows)[index[0]], range(num_columns)[index[1]]
-        numbers = torch.empty((len(selected), len(columns)), dtype=self.dtype)
-        step = max(1, _PIECE_ELEMENTS // num_columns)
-        for first in range(0, len(selected), step):
-            rows = selected[first : first + step]
-            coded = self.layer.read(slice(rows.start, rows.stop))
-            numbers[first : first + step] = coded.numbers(self.dtype)[:, index[1]]
-        return numbers
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor | BlockRows:
+        """Reads a part of it: a slice per axis, each in steps of one.
+
+        Returns:
+            Rows in the layer's format, if it has one and the columns are whole blocks; otherwise
+            float32 numbers, of which no bit is rounded.
+        """
+        rows, columns = (
+            range(size)[part] for size, part in zip(self.layer.shape, index, strict=True)
+        )
+        coded = self.layer.read(slice(rows.start, rows.stop))
+        if self.layer.format is None:
+            return coded.numbers()[:, index[1]]
+        blocks = coded.in_format(self.layer.format)
+        return kernels.take_columns(blocks, columns.start, columns.stop)
 
     def get_dtype(self) -> str:
-        """Returns safetensors' name of a type that the dequantized weight has."""
-        return "F32"
+        """Returns the name of the layer's format, or safetensors' name of its numbers' type."""
+        return "F32" if self.layer.format is None else self.layer.format.name
 
     def get_shape(self) -> list[int]:
         """Returns the shape."""
