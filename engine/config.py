@@ -8,17 +8,25 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from baton.common.flags.config_flags import flag
-from baton.common.flags.values import byte_size, byte_size_with_unit, count, gibibytes
+from baton.common.flags.values import (
+    auto_or_number,
+    byte_size,
+    byte_size_with_unit,
+    count,
+    gibibytes,
+)
 from baton.common.model_files.named_models import default_model_name
 from engine.config_checks import (
     bad_flag,
     check_choices,
     check_folder,
     check_numbers,
+    check_ranges,
 )
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
+    "AUTO",
     "DEFAULT_GPU_MEMORY_UTILIZATION",
     "DTYPES",
     "GRAMMAR_BACKENDS",
@@ -33,7 +41,8 @@ QUANTIZED_COMPUTE = ("exact", "fast")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8")
 GRAMMAR_BACKENDS = ("xgrammar", "llguidance")
-_MAX_JSON_WHITESPACE = 256
+AUTO = "auto"
+"""A value that the engine chooses itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +160,14 @@ class EngineConfig:
     )
     max_num_partial_prefills: int = flag(
         1, "maximum number of partly computed prompts in a step; prompts that fit may overtake them"
+    )
+    max_step_ms: str | float | None = flag(
+        None,
+        "milliseconds that a step may take for prompts while sequences decode, here or in a worker "
+        "that takes turns with this one: auto, some times as long as a step without prompts; 0, "
+        "any time (default: auto on a CPU, 0 on a GPU)",
+        parse=auto_or_number,
+        metavar="MS",
     )
     max_num_waiting: int = flag(
         4096, "maximum number of waiting requests; further ones get RESOURCE_EXHAUSTED"
@@ -293,27 +310,10 @@ class EngineConfig:
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
         check_choices(self)
         check_numbers(self)
-        self._check_ranges()
+        check_ranges(self)
         self._check_ranks()
         check_folder("turns_folder", self.turns_folder)
         check_folder("weights_folder", self.weights_folder)
-
-    def _check_ranges(self) -> None:
-        whitespace = self.structured_outputs_max_whitespace
-        if not -1 <= whitespace <= _MAX_JSON_WHITESPACE:
-            limit = f"from -1 to {_MAX_JSON_WHITESPACE}"
-            raise bad_flag("structured_outputs_max_whitespace", whitespace, limit)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
-        if self.block_size % self.transfer_block_size:
-            limit = f"a divisor of --block-size {self.block_size}"
-            raise bad_flag("kv_transfer_block_size", self.transfer_block_size, limit)
-        if (self.state_interval or 0) % self.block_size:
-            limit = f"a multiple of --block-size {self.block_size}"
-            raise bad_flag("state_interval", self.state_interval, limit)
-        publish = self.kv_publish
-        if publish not in ("off", "finish") and not (publish.isdecimal() and int(publish) > 0):
-            raise bad_flag("kv_publish", publish, "off, finish or a number >= 1")
 
     def _check_ranks(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

@@ -14,8 +14,10 @@ __all__ = [
     "check_choices",
     "check_folder",
     "check_numbers",
+    "check_ranges",
 ]
 
+_MAX_JSON_WHITESPACE = 256
 _POSITIVE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -64,6 +66,29 @@ def check_numbers(config: object) -> None:
     for name in _NOT_NEGATIVE:
         if (getattr(config, name) or 0) < 0:
             raise bad_flag(name, getattr(config, name), ">= 0")
+
+
+def check_ranges(config: Any) -> None:
+    """Refuses other values that are out of range."""
+    whitespace = config.structured_outputs_max_whitespace
+    if not -1 <= whitespace <= _MAX_JSON_WHITESPACE:
+        limit = f"from -1 to {_MAX_JSON_WHITESPACE}"
+        raise bad_flag("structured_outputs_max_whitespace", whitespace, limit)
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise bad_flag("gpu_memory_utilization", config.gpu_memory_utilization, "in (0, 1]")
+    if config.block_size % config.transfer_block_size:
+        limit = f"a divisor of --block-size {config.block_size}"
+        raise bad_flag("kv_transfer_block_size", config.transfer_block_size, limit)
+    if (config.state_interval or 0) % config.block_size:
+        limit = f"a multiple of --block-size {config.block_size}"
+        raise bad_flag("state_interval", config.state_interval, limit)
+    publish = config.kv_publish
+    if publish not in ("off", "finish") and not (publish.isdecimal() and int(publish) > 0):
+        raise bad_flag("kv_publish", publish, "off, finish or a number >= 1")
+    step_ms = config.max_step_ms
+    is_number = isinstance(step_ms, int | float) and 0 <= step_ms < math.inf
+    if step_ms not in (None, "auto") and not is_number:
+        raise bad_flag("max_step_ms", step_ms, "auto or a number >= 0")
 
 
 def check_folder(name: str, path: str | None) -> None:

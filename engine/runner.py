@@ -12,7 +12,15 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.speculative_config import MAX_SPECULATIVE_TOKENS
 from kvstore.layout import KvLayout, StateLayout
 
-__all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"]
+__all__ = [
+    "EngineTurns",
+    "LayersComputed",
+    "ModelInfo",
+    "NoTurns",
+    "PendingOutput",
+    "Runner",
+    "StepCosts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,30 @@ class PendingOutput(Protocol):
         """
 
 
+class EngineTurns(Protocol):
+    """The turns in which an engine and others compute on the same cores. Any thread may use it."""
+
+    wish_s: float | None
+    """The longest turn of other engines that this one can bear; None if any may be long."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds waited for turns in all and until now."""
+
+    @property
+    def others_wish_s(self) -> float | None:
+        """The longest turn that another engine could bear a moment ago; None for no limit."""
+
+
+@dataclass(slots=True)
+class NoTurns:
+    """The `EngineTurns` of an engine that computes without waiting for others."""
+
+    wish_s: float | None = None
+    waited_s: float = 0.0
+    others_wish_s: float | None = None
+
+
 class Runner(Protocol):
     """Executes batches, in order of submission, on a model with a paged KV pool."""
 
@@ -107,10 +139,8 @@ class Runner(Protocol):
     costs: StepCosts
 
     @property
-    def turn_wait_s(self) -> float:
-        """Seconds that it has waited, in all and until now, for its turn among the engines of the
-        machine. Any thread may read it.
-        """
+    def turns(self) -> EngineTurns:
+        """Its turns with the other engines of the machine."""
 
     @property
     def kv_pool(self) -> Any:

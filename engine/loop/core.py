@@ -80,7 +80,9 @@ class EngineCore:
         self.kv_metrics = KvMetrics()
         self.metrics = EngineMetrics()
         self._timer = StepTimer(self.metrics, clock)
-        self.step_watch = StepWatch(clock, runner.costs.prompt_token_s, lambda: runner.turn_wait_s)
+        self.step_watch = StepWatch(
+            clock, runner.costs.prompt_token_s, lambda: runner.turns.waited_s
+        )
         self._runner = runner
         self._clock = clock
         self._woken = threading.Event()
@@ -98,6 +100,7 @@ class EngineCore:
             num_slots=runner.num_slots,
             num_host_slots=runner.num_host_slots,
             costs=runner.costs,
+            turns=runner.turns,
             namespace=self.namespace,
             connector=connector_scheduler,
             grammars=self._grammars,

@@ -68,6 +68,9 @@ _COUNTED: dict[str, MetricInfo] = {
     "baton_engine_step_tokens": MetricInfo(
         "histogram", "Tokens that a step computes.", buckets=_SIZES
     ),
+    "baton_engine_step_limit_seconds": MetricInfo(
+        "gauge", "How long the newest step may take; 0 while nothing bounds it."
+    ),
     "baton_engine_ruled_rows": MetricInfo(
         "counter", "Sequences in steps whose next token is drawn by logit rules."
     ),
@@ -260,6 +263,10 @@ class EngineMetrics:
         )
 
     # Steps.
+
+    def step_limited(self, seconds: float) -> None:
+        """Notes how long the next step may take; 0 without a bound."""
+        self._metrics.set("baton_engine_step_limit_seconds", seconds)
 
     def step_scheduled(self, batch: ScheduledBatch, num_ruled: int) -> None:
         """Counts a step's rows.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from baton.common.errors import ConfigurationError
-from engine.config import EngineConfig
+from engine.config import AUTO, EngineConfig
 
 __all__ = [
     "Fetched",
@@ -71,10 +71,14 @@ def with_device_defaults(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigurationError: there is no such device.
     """
-    if config.async_scheduling is not None:
+    if config.async_scheduling is not None and config.max_step_ms is not None:
         return config
     is_on_gpu = resolve_device(config.device).type == "cuda"
-    return replace(config, async_scheduling=is_on_gpu)
+    if config.async_scheduling is None:
+        config = replace(config, async_scheduling=is_on_gpu)
+    if config.max_step_ms is None:
+        config = replace(config, max_step_ms=0 if is_on_gpu else AUTO)
+    return config
 
 
 def used_bytes(device: torch.device) -> int:

@@ -48,6 +48,7 @@ class ModelRunner:
         num_slots: number of slots for states.
         num_host_slots: number of slots in the host pool.
         costs: measured times that preemption compares.
+        turns: the turns in which workers of one machine compute.
 
     Raises:
         ConfigurationError: a flag or the checkpoint is invalid, or the pool cannot
@@ -79,7 +80,7 @@ class ModelRunner:
         self._device = launched.device
         self._model = launched.model
         self._processors = launched.processors
-        self._turns = launched.turns
+        self.turns = launched.turns
         self._kv_pool, self._host_pool = launched.pools.kv, launched.pools.host
         states = launched.pools.states
         self._slots, self._host_slots = (
@@ -150,14 +151,9 @@ class ModelRunner:
         if self._thread is not None:
             self._thread.shutdown()
         wait_for(self._device)
-        self._turns.close()
+        self.turns.close()
         if self._ranks is not None:
             self._ranks.close()
-
-    @property
-    def turn_wait_s(self) -> float:
-        """Seconds that it has waited for its turn, the present wait included."""
-        return self._turns.waited_s
 
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step, which was sent to the other ranks if stages before this one compute it."""
@@ -197,7 +193,7 @@ class ModelRunner:
             copies_done = fetch(self._device, ())
             group = None if self._ranks is None else self._ranks.device_group
             return LaunchedStep(copies_done, lambda _: StepOutput(batch.step), group)
-        with self._turns.wait_for_turn():
+        with self.turns.wait_for_turn():
             if not self._sends_early:
                 self._pass_on(batch)  # now, as the other ranks wait for this one's part
             return self._steps.launch(batch)

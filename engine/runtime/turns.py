@@ -14,11 +14,16 @@ A process may also be stopped during its turn. Each turn therefore begins with a
 new stamp in `turn`, and an engine that waits longer than a limit for the stamp to
 change runs its step without a turn, beside the other engine. Its later steps do
 so without waiting, until `turn` is free or its stamp changes.
+
+An engine whose streams wait with it writes its wish behind the stamp: how long a
+turn of another engine may be. The others read it when they schedule, and bound
+their steps. A wish is good for a moment only, so it need not be withdrawn.
 """
 
 import fcntl
 import logging
 import os
+import struct
 import time
 import weakref
 from collections.abc import Iterator
@@ -42,23 +47,34 @@ _NEXT_SLEEP_S = 0.0005
 """Time between polls of `next`, equal for all engines however long they have waited."""
 
 _STAMP_BYTES = 8
+_WISH = struct.Struct("dd")
+"""Behind the stamp: the wish, and the time of the machine's monotonic clock until which it is
+good. An engine that still has the wish writes it again before."""
+_FILE_BYTES = _STAMP_BYTES + _WISH.size
 
 _logger = logging.getLogger("baton.engine")
 
 
 class Turns:
-    """One engine's access to the turns of its machine. Not thread-safe.
+    """One engine's access to the turns of its machine: an `engine.runner.EngineTurns`.
+
+    One thread at a time may wait for turns.
 
     Args:
         folder: folder of the lock files, the same for all engines that take turns; None
             to run every step without waiting.
         longest_turn_s: maximum wait for another engine's turn to end.
 
+    Attributes:
+        wish_s: as in `engine.runner.EngineTurns`; other engines learn it when this one waits.
+
     Raises:
         ConfigurationError: the lock files cannot be created there.
     """
 
     def __init__(self, folder: str | None, longest_turn_s: float = _MAX_TURN_S) -> None:
+        self.wish_s: float | None = None
+        self._written_wish = b""
         self._longest_turn_s = longest_turn_s
         self._files = () if folder is None else _open_files(Path(folder))
         self._seen_stamp: bytes | None = None
@@ -72,6 +88,17 @@ class Turns:
         """Seconds waited for turns in all, the present wait included. Any thread may read it."""
         total, began = self._wait
         return total + (time.monotonic() - began if began else 0.0)
+
+    @property
+    def others_wish_s(self) -> float | None:
+        """The newest wish of another engine, if it is still good. Any thread may read it."""
+        record = os.pread(self._files[1], _WISH.size, _STAMP_BYTES) if self._files else b""
+        if len(record) < _WISH.size or record == self._written_wish:
+            return None
+        wish_s, good_until = _WISH.unpack(record)
+        # A later time is that of a clock before the machine was started again.
+        is_good = 0 < good_until - time.monotonic() <= _time_good_s(wish_s)
+        return wish_s if is_good else None
 
     @contextmanager
     def wait_for_turn(self) -> Iterator[None]:
@@ -94,6 +121,7 @@ class Turns:
     def _lock_turn(self, next_file: int, turn: int) -> bool:
         """Locks and stamps `turn`; returns False if another engine's turn lasts too long."""
         self._wait = self._wait[0], time.monotonic()
+        self._write_wish(turn)
         try:
             is_locked = self._lock_next_then_turn(next_file, turn)
         finally:
@@ -109,6 +137,12 @@ class Turns:
             )
         self._runs_beside = not is_locked
         return is_locked
+
+    def _write_wish(self, turn: int) -> None:
+        if (wish_s := self.wish_s) is not None:
+            self._written_wish = _WISH.pack(wish_s, time.monotonic() + _time_good_s(wish_s))
+            with suppress(OSError):  # the other engines' turns are as long as before
+                os.pwrite(turn, self._written_wish, _STAMP_BYTES)
 
     def _lock_next_then_turn(self, next_file: int, turn: int) -> bool:
         if not self._wait_for_lock(next_file, turn, _NEXT_SLEEP_S, _NEXT_SLEEP_S):
@@ -139,12 +173,12 @@ class Turns:
 
 
 def _open_files(folder: Path) -> tuple[int, int]:
-    """Opens `next` and `turn`. Writes a first stamp, so that later ones need no disk space."""
+    """Opens `next` and `turn`. Fills the latter, so that later writes need no disk space."""
     with ExitStack() as opened:
         try:
             next_file, turn = (_open(folder / name, opened) for name in ("next", "turn"))
-            if not os.fstat(turn).st_size:
-                os.pwrite(turn, bytes(_STAMP_BYTES), 0)
+            if (size := os.fstat(turn).st_size) < _FILE_BYTES:
+                os.pwrite(turn, bytes(_FILE_BYTES - size), size)
         except OSError as error:
             raise ConfigurationError(
                 f"--turns-folder is {str(folder)!r}; cannot create lock files there: "
@@ -158,6 +192,11 @@ def _open(path: Path, opened: ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     opened.callback(os.close, file)
     return file
+
+
+def _time_good_s(wish_s: float) -> float:
+    """Returns for how long a wish is good: longer than from one turn of its engine to the next."""
+    return max(1.0, 4 * wish_s)
 
 
 def _try_lock(file: int) -> bool:

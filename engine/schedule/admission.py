@@ -101,9 +101,10 @@ class Admission:
             self._queues.chunking.pop(group, None)
         for sequence in pending:
             plan.num_reserved = max(0, plan.num_reserved - 1)
-            room = plan.budget - plan.num_reserved
-            num_tokens = min(sequence.num_unscheduled, room, self._config.max_chunk)
-            if num_tokens <= 0 or self._exceeds_partial(sequence.num_unscheduled, plan):
+            num_unscheduled = sequence.num_unscheduled
+            room = min(plan.budget - plan.num_reserved, self._room_for(num_unscheduled, plan))
+            num_tokens = min(num_unscheduled, room)
+            if num_tokens <= 0 or self._exceeds_partial(num_unscheduled, plan):
                 continue
             start = sequence.num_scheduled
             if self._extend(sequence, start, start + num_tokens, plan):
@@ -174,8 +175,12 @@ class Admission:
 
     def _exceeds_partial(self, num_tokens: int, plan: StepPlan) -> bool:
         """Returns whether the step already computes parts of as many prompts as it may."""
-        is_partial = num_tokens > min(plan.budget, self._config.max_chunk)
+        is_partial = num_tokens > self._room_for(num_tokens, plan)
         return is_partial and plan.num_partial >= self._config.max_num_partial_prefills
+
+    def _room_for(self, num_tokens: int, plan: StepPlan) -> int:
+        """Returns how many of a sequence's `num_tokens` known tokens the step has room for."""
+        return min(plan.room_for(num_tokens), self._config.max_chunk)
 
     def _extend(self, sequence: Sequence, start: int, end: int, plan: StepPlan) -> bool:
         """Makes positions `start` to `end` writable; preempts other groups if necessary."""
@@ -213,7 +218,7 @@ class Admission:
             if not self._has_seats(group):
                 wide = wide or group
                 continue
-            if plan.budget <= 0 and not loads.may_find:
+            if plan.is_full and not loads.may_find:
                 break  # without budget, groups can only start to load
             if not self._admit_any(group, plan):
                 break
@@ -258,7 +263,7 @@ class Admission:
             num_cached = match.num_blocks * self._config.block_size
         else:
             num_loaded = 0
-            if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
+            if plan.is_full or self._exceeds_partial(num_tokens - num_cached, plan):
                 return True
             if self._is_being_computed(group, match.num_blocks):
                 return True
@@ -287,12 +292,12 @@ class Admission:
 
         It looks up one key only, as matching every waiting prompt in every step would be slow.
         """
-        if plan.budget <= 0:
+        if plan.is_full:
             return False
         if not self._exceeds_partial(num_tokens, plan):
             return True
-        room = min(plan.budget, self._config.max_chunk)
-        num_blocks = -(-(num_tokens - room) // self._config.block_size)
+        num_beyond = num_tokens - self._room_for(num_tokens, plan)
+        num_blocks = -(-num_beyond // self._config.block_size)
         return num_blocks <= len(keys) and self._kv.pool.lookup(keys[num_blocks - 1], 0) is not None
 
     def _is_being_computed(self, group: SequenceGroup, index: int) -> bool:

@@ -15,7 +15,7 @@ from engine.kv_transfer.save_policy import SavePolicy
 from engine.kv_transfer.transfers import Transfers
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineRequest
-from engine.runner import ModelInfo, StepCosts
+from engine.runner import EngineTurns, ModelInfo, NoTurns, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
@@ -26,6 +26,7 @@ from engine.schedule.outputs import OutputProcessor
 from engine.schedule.preemption import Preemption
 from engine.schedule.queues import GroupQueues
 from engine.schedule.retries import Retries
+from engine.schedule.step_times import StepTimes
 from engine.speculation.drafts import Drafts
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler
@@ -55,6 +56,7 @@ class SchedulerParts:
         outputs: processes tokens and loads.
         metrics: counts requests and steps.
         clock: monotonic seconds.
+        times: measures steps, and bounds the prompts in them.
     """
 
     config: EngineConfig
@@ -73,6 +75,7 @@ class SchedulerParts:
     outputs: OutputProcessor
     metrics: EngineMetrics
     clock: Callable[[], float]
+    times: StepTimes
 
     @classmethod
     def build(
@@ -85,6 +88,7 @@ class SchedulerParts:
         num_slots: int = 0,
         num_host_slots: int = 0,
         costs: StepCosts,
+        turns: EngineTurns | None = None,
         namespace: bytes,
         connector: KvConnectorScheduler,
         grammars: GrammarSource,
@@ -102,6 +106,7 @@ class SchedulerParts:
             num_slots: slots for states in the pool.
             num_host_slots: slots in the host pool.
             costs: measured costs of computing and swapping, for preemption and loads.
+            turns: the engine's turns with others; None if it takes none.
             namespace: digest that block keys are rooted in.
             connector: scheduler half of the KV connector; a null connector if there is none.
             grammars: compiles constraints.
@@ -179,6 +184,7 @@ class SchedulerParts:
             ),
             metrics=metrics,
             clock=clock,
+            times=StepTimes(config, costs, clock, turns or NoTurns()),
         )
 
 

@@ -14,7 +14,7 @@ touch are not reused before its output is in (`KvCacheManager.step_started`).
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -68,6 +68,7 @@ class Scheduler:
         self._ends = parts.ends
         self._handovers = parts.handovers
         self._outputs = parts.outputs
+        self._times = parts.times
         self._groups = parts.queues.groups
         self._deadlines = Deadlines(self._groups)
         self._in_flight: deque[StepRecord] = deque()
@@ -258,16 +259,14 @@ class Scheduler:
     def _schedule_step(self, *, retries: bool) -> ScheduledBatch | None:
         if self._drafts is not None:
             self._drafts.scheduling_began()
-        budget = self._config.max_num_batched_tokens
-        plan = StepPlan(self._num_steps + 1, budget, draft_budget=budget)
-        plan.budget -= self._decoding.num_in(plan.step)
+        plan = self._new_plan()
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
         if retries and self._retries.plan(plan):
             return self._start_step(plan)
         if self._drafts is not None:
-            plan.num_reserved = self._num_chunking()
+            plan.num_reserved = sum(1 for _ in self._chunking())
         # The most important first: only groups after the current one are preempted.
         for group in sorted((due | self._queues.chunking).keys(), key=order_of):
             if group.state is not GroupState.RUNNING or group in self._retries:
@@ -278,14 +277,32 @@ class Scheduler:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
 
-    def _num_chunking(self) -> int:
-        """Returns how many running sequences do not decode."""
+    def _new_plan(self) -> StepPlan:
+        """Returns the plan of a step that has nothing but the sequences that decode."""
+        began_at, num_decoding = self._times.now(), len(self._decoding)
+        num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in self._chunking())
+        num_present = self._queues.num_running + len(self._queues.waiting)
+        prompt_budget = self._times.prompt_budget(num_decoding, num_present)
+        self._metrics.step_limited(self._times.limit_s)
+        budget = self._config.max_num_batched_tokens
+        return StepPlan(
+            step=(step := self._num_steps + 1),
+            budget=budget - self._decoding.num_in(step),
+            began_at=began_at,
+            prompt_budget=prompt_budget,
+            max_drafts=self._config.max_drafts,
+            draft_budget=min(budget, prompt_budget),
+        )
+
+    def _chunking(self) -> Iterator[Sequence]:
+        """Yields the running sequences that do not decode."""
         sequences = chain.from_iterable(group.running for group in self._queues.chunking)
-        return sum(sequence not in self._decoding for sequence in sequences)
+        return (sequence for sequence in sequences if sequence not in self._decoding)
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""
         record, now = self._end_step(batch), self._clock()
+        self._times.ended(batch, record.began_at)
         self._retries.step_committed()
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []

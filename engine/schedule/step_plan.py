@@ -16,6 +16,7 @@ from engine.batch import (
 from engine.groups.group import Sequence, SequenceGroup
 from engine.kv_cache.block_table import TableChange
 from engine.schedule.guides import masks_after
+from engine.schedule.step_times import NO_BOUND
 
 __all__ = ["StepPlan", "StepRecord"]
 
@@ -29,12 +30,14 @@ class StepRecord:
         chunks: the sequence of each chunk.
         decoding: the sequence of each decode row.
         swapped: groups whose KV it copies to or from the host.
+        began_at: as in `StepPlan`.
     """
 
     batch: ScheduledBatch
     chunks: tuple[Sequence, ...]
     decoding: abc.Sequence[Sequence]
     swapped: tuple[SequenceGroup, ...]
+    began_at: float
 
     def groups(self) -> Iterable[SequenceGroup]:
         """Returns every group whose KV or tokens the batch touches, once each."""
@@ -59,6 +62,9 @@ class StepPlan:
     Attributes:
         step: the batch's number.
         budget: tokens that may still be added.
+        began_at: when scheduling began, by the clock of `StepTimes`.
+        prompt_budget: tokens of prompts that may still be added.
+        max_drafts: the most draft tokens of a sequence in a step.
         draft_budget: known tokens that a draft model may still run.
         admits_none: whether a running group lacks blocks, or was preempted for one that did; then
             no group is admitted, which would take these blocks.
@@ -70,6 +76,9 @@ class StepPlan:
 
     step: int
     budget: int
+    began_at: float = 0.0
+    prompt_budget: int = NO_BOUND
+    max_drafts: int = 0
     draft_budget: int = 0
     admits_none: bool = False
     num_reserved: int = 0
@@ -80,9 +89,28 @@ class StepPlan:
     _updates: list[TableUpdate] = field(default_factory=list)
 
     @property
+    def is_full(self) -> bool:
+        """Whether no token of a prompt may be added."""
+        return self.budget <= 0 or self.prompt_budget <= 0
+
+    @property
     def has_chunks(self) -> bool:
         """Whether the step computes known tokens."""
         return bool(self._chunks)
+
+    def room_for(self, num_unscheduled: int) -> int:
+        """Returns how many of a sequence's known tokens there is room for.
+
+        Args:
+            num_unscheduled: their number.
+        """
+        if self._has_prompt(num_unscheduled):
+            return min(self.budget, self.prompt_budget)
+        return self.budget
+
+    def _has_prompt(self, num_unscheduled: int) -> bool:
+        """Whether a sequence does not only run its last token, and draft tokens again."""
+        return num_unscheduled > 1 + self.max_drafts
 
     def update_tables(self, sequence: Sequence, changes: Iterable[TableChange]) -> None:
         """Adds changes of a sequence's tables."""
@@ -110,6 +138,8 @@ class StepPlan:
         """
         group, start = sequence.group, sequence.num_scheduled
         spec = group.request.spec
+        if self._has_prompt(sequence.num_unscheduled):
+            self.prompt_budget -= num_tokens
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
         draws = group.draws_of(sequence) if ends else ()
@@ -178,7 +208,7 @@ class StepPlan:
             block_copies=copies,
         )
         owners = tuple([sequence for sequence, _ in self._chunks])
-        return StepRecord(batch, owners, sequences, tuple(self.swapped))
+        return StepRecord(batch, owners, sequences, tuple(self.swapped), self.began_at)
 
 
 def _tokens_before(sequence: Sequence, position: int) -> tuple[int, ...]:

@@ -123,6 +123,35 @@ def test_turns_never_overlap(make):
     assert overlaps == []
 
 
+def test_the_wish_of_an_engine_reaches_others_for_a_moment(make, monkeypatch):
+    waiting, other = make(), make()
+    now = 1000.0
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
+    for wish_s, good_s in ((0.05, 1.0), (2.0, 8.0)):
+        waiting.wish_s = wish_s
+        with waiting.wait_for_turn():
+            assert other.others_wish_s == wish_s
+        assert waiting.others_wish_s is None, "its own"
+        waiting.wish_s = None
+        with waiting.wait_for_turn():
+            assert other.others_wish_s == wish_s, "it is not withdrawn"
+        now += 0.99 * good_s
+        assert other.others_wish_s == wish_s
+        now += 0.02 * good_s
+        assert other.others_wish_s is None
+    now -= 500.0  # the machine was started again
+    assert other.others_wish_s is None
+
+
+def test_files_of_an_older_version_have_no_wish(make, tmp_path):
+    (tmp_path / "turn").write_bytes(b"stamp of")
+    older = make()
+    assert (tmp_path / "turn").stat().st_size == 24
+    assert older.others_wish_s is None
+    os.truncate(tmp_path / "turn", 8)
+    assert older.others_wish_s is None
+
+
 def test_a_turn_that_fails_ends(make, tmp_path):
     turns = make()
 

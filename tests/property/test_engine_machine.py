@@ -18,6 +18,7 @@ from baton.common.request.structured_outputs import StructuredOutputs
 from engine.kv_cache.spec import StateSpacing
 from engine.request import EngineOutput, EngineRequest
 from engine.runner import ModelInfo
+from engine.schedule import step_times
 from engine.validation import num_blocks_needed
 from kvstore.handoff import KvHandoff
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
@@ -51,6 +52,7 @@ CONFIGS = {
     "max_num_seqs": [1, 3, 5, 8, 8],
     "long_prefill_token_threshold": [None, None, 1, 3],
     "max_num_partial_prefills": [1, 2],
+    "max_step_ms": [0, 0, 1, 3, "auto"],
     "enable_prefix_caching": [False, True],
     "preemption_mode": ["recompute", "swap", "swap", "auto"],
     "async_scheduling": [False, True],
@@ -126,7 +128,7 @@ class Cluster(RuleBasedStateMachine):
                 info,
                 _blocks_of_largest(info, config) + num_spare,
                 store=self.store,
-                clock=lambda: self.now,
+                clock=self.read_clock,
                 num_host_blocks=num_host_blocks,
                 num_slots=num_slots if has_states else 0,
                 num_host_slots=num_host_slots if has_states else 0,
@@ -139,11 +141,17 @@ class Cluster(RuleBasedStateMachine):
 
         roles = ("prefill", "decode", "both")
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_times, "_MIN_TOKENS", 1)
             if states is not None:  # requests are shorter than the interval of a real engine
                 patch.setattr(StateSpacing, "of", lambda n: StateSpacing(n, n * states[1]))
             self.engines = tuple(map(engine, roles, transfer_blocks))
         for each in self.engines:
             each.watch()
+
+    def read_clock(self) -> float:
+        """Returns the time, which passes in small steps, so that engine steps take some."""
+        self.now += 1e-4
+        return self.now
 
     # Requests.
 

@@ -25,7 +25,7 @@ from engine.batch import (
     TokenLogprobs,
 )
 from engine.draw_params import DrawParams, LogitRules
-from engine.runner import LayersComputed, ModelInfo, StepCosts
+from engine.runner import LayersComputed, ModelInfo, NoTurns, StepCosts
 from tests.support.fake_model import (
     GREEDY,
     VOCAB_SIZE,
@@ -120,7 +120,7 @@ class FakeRunner:
         self.num_slots = num_slots
         self.num_host_slots = num_host_slots
         self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
-        self.turn_wait_s = 0.0
+        self.turns = NoTurns()
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
         # A fault of the next forward pass: "raise", or "not finite" logits for its first row.

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "CollectTexts",
+    "auto_or_number",
     "byte_size",
     "byte_size_with_unit",
     "count",
@@ -108,6 +109,16 @@ def gibibytes(text: str) -> int:
 def count(text: str) -> int:
     """Parses a flag's number of tokens, such as 4096, 4k (4000) or 4K (4096)."""
     return _checked(parse_count, text)
+
+
+def auto_or_number(text: str) -> str | float:
+    """Parses auto, or a number such as 100 or 2.5."""
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
 
 
 def _checked(parse: Callable[[str], int], text: str) -> int:

@@ -141,6 +141,7 @@ VARIABLE_NAMES = frozenset(
         "BATON_MAX_NUM_WAITING",
         "BATON_MAX_REQUEST_BYTES",
         "BATON_MAX_RETRIES",
+        "BATON_MAX_STEP_MS",
         "BATON_MAX_TOKENS",
         "BATON_MAX_TOTAL_LEN",
         "BATON_METHOD",

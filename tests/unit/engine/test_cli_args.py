@@ -65,6 +65,7 @@ def test_every_field_can_be_given(tmp_path):
         max_num_batched_tokens=77,
         long_prefill_token_threshold=33,
         max_num_partial_prefills=2,
+        max_step_ms=12.5,
         max_num_waiting=9,
         priority_ageing_s=1.5,
         preemption_mode="swap",
@@ -119,6 +120,7 @@ def test_byte_sizes_may_have_units():
     ("arguments", "message"),
     [
         (["--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes: 'lots' is not a byte size"),
+        (["--max-step-ms", "soon"], "--max-step-ms: 'soon' is neither auto nor a number"),
         (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: invalid choice: 'int3'"),
         (
@@ -193,9 +195,11 @@ def test_ranges_are_checked_by_the_config():
     [
         ("--grammar-timeout-s", "0", "0.0; it must be > 0 and finite"),
         ("--grammar-timeout-s", "inf", "inf; it must be"),
+        ("--max-step-ms", "-1", "-1.0; it must be auto or a number >= 0"),
+        ("--max-step-ms", "nan", "nan; it must be auto or"),
     ],
 )
-def test_limits_of_grammars_are_checked(flag, value, limit):
+def test_limits_of_times_are_checked(flag, value, limit):
     with pytest.raises(ConfigurationError, match=f"{flag} is {limit}"):
         _parse("--model", "m", flag, value)
 

@@ -39,6 +39,15 @@ def test_steps_overlap_on_a_gpu_unless_a_flag_changes_it():
         assert with_device_defaults(config).async_scheduling is chosen
 
 
+@pytest.mark.usefixtures("one_gpu")
+def test_steps_are_bounded_by_time_on_a_cpu_unless_a_flag_changes_it():
+    assert with_device_defaults(EngineConfig(model="m")).max_step_ms == 0
+    assert with_device_defaults(EngineConfig(model="m", device="cpu")).max_step_ms == "auto"
+    for device, chosen in (("cpu", 0), ("cuda", "auto"), ("cpu", 50.0)):
+        config = EngineConfig(model="m", device=device, max_step_ms=chosen)
+        assert with_device_defaults(config).max_step_ms == chosen
+
+
 def test_fetched_tensors_are_copies():
     tensor = torch.arange(3)
     fetched = fetch(CPU, [tensor])

@@ -1,0 +1,118 @@
+"""`StepTimes`: measures steps, and bounds how many prompt tokens the next one computes. Pure.
+
+Whoever decodes waits for the whole step, so a step's prompts lengthen the gap between the tokens
+of all streams. A number of tokens says little about that time: 2,048 take a GPU some milliseconds,
+and two cores of a CPU seconds. A step of n tokens takes about `fixed_s + n * token_s`; both are
+means over the steps so far.
+
+Nothing is bounded while nobody decodes, neither here nor in another engine that takes turns on the
+same cores: then prompts are computed in the fewest steps.
+"""
+
+import sys
+from collections.abc import Callable
+
+from engine.batch import ScheduledBatch
+from engine.config import AUTO, EngineConfig
+from engine.runner import EngineTurns, StepCosts
+
+__all__ = ["NO_BOUND", "StepTimes"]
+
+NO_BOUND = sys.maxsize
+_FACTOR = 4.0
+"""With `auto`, a step with prompts may take as long as so many steps that only decode."""
+_MIN_TOKENS = 64
+"""The least bound: with shorter chunks, a step would mostly read the weights again."""
+_RATE = 0.2  # weight of a step in a mean
+_MAX_RATIO = 2.0  # to its expected time, up to which a step counts: it may have been disturbed
+_MIN_S = 1e-9
+
+
+class StepTimes:
+    """The times of one engine's steps.
+
+    Args:
+        config: `max_step_ms` and the limits.
+        costs: the time of a prompt's token, until steps have been measured.
+        clock: monotonic seconds.
+        turns: the engine's turns. Waiting for one is not a step's time.
+
+    Attributes:
+        limit_s: the longest time of the next step by the last call of `prompt_budget`; 0 without
+            a bound.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        costs: StepCosts,
+        clock: Callable[[], float],
+        turns: EngineTurns,
+    ) -> None:
+        self.limit_s = 0.0
+        self._max_step_ms, self._min_tokens = config.max_step_ms or 0, _MIN_TOKENS
+        self._max_running, self._num_lanes = config.max_running, config.num_lanes
+        self._clock = clock
+        self._turns = turns
+        self._token_s = max(costs.prompt_token_s, _MIN_S)
+        self._fixed_s = 0.0
+        self._ended_at = 0.0
+
+    def now(self) -> float:
+        """Returns the clock's seconds without those in which the engine waited for its turn."""
+        return self._clock() - self._turns.waited_s
+
+    def ended(self, batch: ScheduledBatch, began_at: float) -> float:
+        """Measures a step that was computed; returns its seconds.
+
+        Args:
+            batch: the step.
+            began_at: `now` when it began to be scheduled. If another step was in flight then, it
+                counts from the end of that one.
+        """
+        now = self.now()
+        seconds, self._ended_at = max(0.0, now - max(began_at, self._ended_at)), now
+        num_tokens = batch.num_tokens
+        if not num_tokens:
+            return seconds  # it only copied blocks
+        counted_s = min(seconds, _MAX_RATIO * self._step_s(num_tokens))
+        if num_tokens - len(batch.chunks) - len(batch.decode_rows) < self._min_tokens // 2:
+            fixed_s = max(0.0, counted_s - num_tokens * self._token_s)
+            self._fixed_s += _RATE * (fixed_s - self._fixed_s)
+        else:
+            token_s = max(_MIN_S, (counted_s - self._fixed_s) / num_tokens)
+            self._token_s += _RATE * (token_s - self._token_s)
+        return seconds
+
+    def prompt_budget(self, num_decoding: int, num_present: int) -> int:
+        """Returns how many prompt tokens the next step may compute; `NO_BOUND` for any number.
+
+        Args:
+            num_decoding: sequences that have computed their prompts.
+            num_present: all sequences that run or wait.
+        """
+        self.limit_s = 0.0
+        if not self._max_step_ms:
+            return NO_BOUND
+        decode_s = self._step_s(self._rows_per_step(num_decoding))
+        wishes_s = [self._turns.others_wish_s]
+        if num_decoding:
+            own_s = self._longest_s(self._rows_per_step(max(num_decoding, num_present)))
+            wishes_s.append(own_s)
+        self._turns.wish_s = max(_MIN_S, own_s - decode_s) if num_decoding else None
+        self.limit_s = min((wish_s for wish_s in wishes_s if wish_s), default=0.0)
+        if not self.limit_s:
+            return NO_BOUND
+        return max(self._min_tokens, int((self.limit_s - decode_s) / self._token_s))
+
+    def _rows_per_step(self, num_sequences: int) -> int:
+        return -(-min(num_sequences, self._max_running) // self._num_lanes)
+
+    def _longest_s(self, num_rows: int) -> float:
+        """Returns the longest time of a step, if so many sequences will decode soon."""
+        if self._max_step_ms == AUTO:
+            return _FACTOR * self._step_s(num_rows)
+        return float(self._max_step_ms) / 1000
+
+    def _step_s(self, num_tokens: int) -> float:
+        return self._fixed_s + num_tokens * self._token_s
