@@ -38,11 +38,11 @@ def rotate_and_write_kv(
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates the query in place."""
-    if not _takes_heads(query) or kv_scales is not None:
+    if not _takes_heads(query):
         return reference.rotate_and_write_kv(
             query, key, value, kv_layer, meta, rotation=rotation, norms=norms, kv_scales=kv_scales
         )
-    _check_heads((query, key, value), kv_layer, meta)
+    _check_heads((query, key, value), kv_layer, kv_scales, meta)
     _check_preparation(query, rotation, norms)
     assert key.shape == value.shape
     query, key, value = _heads(query), _heads(key), _heads(value)
@@ -65,7 +65,7 @@ def rotate_and_write_kv(
         rotation.cos.data_ptr() if rotation else 0,
         rotation.sin.data_ptr() if rotation else 0,
         rotation.cos.shape[1] if rotation else 0,
-        *_cache_fields(kv_layer),
+        *_cache_fields(kv_layer, kv_scales),
         pack_batch(meta).ctypes.data,
         keep=(query, key, value),
     )
@@ -85,26 +85,17 @@ def rotate_and_write_latent(
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates the query in place."""
-    if kv_scales is not None:
-        return reference.rotate_and_write_latent(
-            query,
-            latent,
-            kv_layer,
-            meta,
-            norm_weight=norm_weight,
-            eps=eps,
-            rotation=rotation,
-            kv_scales=kv_scales,
-        )
     assert kv_layer.shape[1:3] == (1, 1)
-    _check_heads((latent.unsqueeze(1),), kv_layer, meta)
+    _check_heads((latent.unsqueeze(1),), kv_layer, kv_scales, meta)
     assert query.dtype == latent.dtype
     assert len(query) == len(latent)
     _check_rotation(query, rotation)
     assert is_vector(norm_weight, len(norm_weight), query.dtype)
     assert len(norm_weight) + 2 * rotation.cos.shape[1] == latent.shape[1]
     query, latent = _heads(query), rows_of(latent)
-    address, block, _, _, slot, block_size = _cache_fields(kv_layer)
+    kind, address, block, _, _, slot, block_size, scales, scale_block, _, _ = _cache_fields(
+        kv_layer, kv_scales
+    )
     run_command(
         commands.ROTATE_AND_WRITE_LATENT,
         ELEMENT_TYPES[query.dtype],
@@ -119,10 +110,13 @@ def rotate_and_write_latent(
         rotation.cos.data_ptr(),
         rotation.sin.data_ptr(),
         rotation.cos.shape[1],
+        kind,
         address,
         block,
         slot,
         block_size,
+        scales,
+        scale_block,
         pack_batch(meta).ctypes.data,
         keep=(query, latent),
     )
@@ -142,7 +136,7 @@ def paged_attention(
     kv_scales: torch.Tensor | None = None,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    if not _takes_heads(query) or kv_scales is not None:
+    if not _takes_heads(query):
         return reference.paged_attention(
             query,
             kv_layer,
@@ -154,7 +148,7 @@ def paged_attention(
             kv_scales=kv_scales,
             value_dim=value_dim,
         )
-    _check_heads((query,), kv_layer, meta)
+    _check_heads((query,), kv_layer, kv_scales, meta)
     assert sinks is None or is_vector(sinks, query.shape[1], query.dtype)
     query = _heads(query)
     if value_dim is None:
@@ -172,7 +166,7 @@ def paged_attention(
         kv_layer.shape[2],
         query.shape[2],
         value_dim,
-        *_cache_fields(kv_layer),
+        *_cache_fields(kv_layer, kv_scales),
         scale,
         soft_cap or 0.0,
         sliding_window or 0,
@@ -190,14 +184,23 @@ def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
 
 
 def _check_heads(
-    states: tuple[torch.Tensor, ...], kv_layer: torch.Tensor, meta: AttentionMetadata
+    states: tuple[torch.Tensor, ...],
+    kv_layer: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+    meta: AttentionMetadata,
 ) -> None:
     """Asserts that `[num_tokens, heads, head_dim]` states fit the cache and the step."""
     for tensor in states:
-        assert tensor.dtype == kv_layer.dtype
+        assert tensor.dtype == states[0].dtype
         assert tensor.shape[2] == kv_layer.shape[4]
         assert len(tensor) == len(meta.slot_mapping)
         assert kv_layer.shape[2] == 0 or tensor.shape[1] % kv_layer.shape[2] == 0
+    if kv_scales is None:
+        assert kv_layer.dtype == states[0].dtype
+    else:
+        assert kv_layer.dtype in _CACHE_TYPES
+        assert kv_scales.shape == kv_layer.shape[:4]
+        assert kv_scales.dtype == torch.float32
 
 
 def _check_preparation(
@@ -231,13 +234,32 @@ def _heads(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 
-def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
-    """Returns address, strides and block size of a cache as `paged_attention` takes it."""
+# `CacheType` in src/commands.h, where 0 is the type of the states.
+_CACHE_TYPES = {torch.float8_e4m3fn: 1, torch.int8: 2}
+
+
+def _cache_fields(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> tuple[int, ...]:
+    """Returns type, address, strides and block size of a cache as `paged_attention` takes it, and
+    address and strides of the scales.
+    """
     block, value, head, slot, element = kv_layer.stride()
     assert element == 1
-    if kv_layer.shape[1] == 1:
-        value = 0  # V is the first elements of K
-    return kv_layer.data_ptr(), block, value, head, slot, kv_layer.shape[3]
+    has_values = kv_layer.shape[1] == 2  # otherwise V is the first elements of K
+    scale_fields = 0, 0, 0, 0
+    if kv_scales is not None:
+        scale_block, scale_value, scale_head, scale_slot = kv_scales.stride()
+        assert scale_slot == 1
+        scale_fields = kv_scales.data_ptr(), scale_block, scale_value * has_values, scale_head
+    return (
+        _CACHE_TYPES.get(kv_layer.dtype, 0),
+        kv_layer.data_ptr(),
+        block,
+        value * has_values,
+        head,
+        slot,
+        kv_layer.shape[3],
+        *scale_fields,
+    )
 
 
 # The fields of `Batch` in src/commands.h, cached by the metadata that they were made from.

@@ -18,7 +18,7 @@ namespace {
 
 static_assert(kTileRows <= kLanes && kTileTokens % kPanelColumns == 0);
 
-template <class E>
+template <class E, class Kv>
 class UnitAttention {
  public:
   using Stored = typename E::Stored;
@@ -49,10 +49,10 @@ class UnitAttention {
            64 * 8;
   }
 
-  void find_first_tile(TileTokens<E>& tokens) const { find(first_tile(), tokens); }
+  void find_first_tile(TileTokens<Kv>& tokens) const { find(first_tile(), tokens); }
 
   // Expects the unit's own first tile in `tokens`, and leaves the first tile of unit `after` there.
-  void run(TileTokens<E>& tokens, const UnitAttention* after) {
+  void run(TileTokens<Kv>& tokens, const UnitAttention* after) {
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
     begin_softmax();
     Tile tile = first_tile();
@@ -118,7 +118,7 @@ class UnitAttention {
     return {first, last, low, query_tokens_[last - 1].position + 1, false};
   }
 
-  void find(const Tile& tile, TileTokens<E>& tokens) const {
+  void find(const Tile& tile, TileTokens<Kv>& tokens) const {
     const Part& part = tile.part;
     const int32_t* table =
         batch_.block_tables + query_tokens_[part.first].seq * batch_.table_stride;
@@ -174,7 +174,7 @@ class UnitAttention {
     }
   }
 
-  void meet(const Tile& tile, const TileTokens<E>& tokens) {
+  void meet(const Tile& tile, const TileTokens<Kv>& tokens) {
     const Part& part = tile.part;
     const int64_t num_tokens = std::min(kTileTokens, part.end - tile.start);
     if (num_tokens == 0) return;  // all positions it attends to are shared
@@ -189,22 +189,22 @@ class UnitAttention {
 
   // K is multiplied while it is packed, V is read from the cache.
   void meet_few(int64_t tile, int64_t first, int rows, int64_t num_tokens,
-                const TileTokens<E>& tokens) {
+                const TileTokens<Kv>& tokens) {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys(tokens, token, num_tokens, head_groups_, keys_);
+      pack_keys<E>(tokens, token, num_tokens, job_.head_dim, keys_);
       score(first, rows, token, keys_);
     }
-    attend(tile, first, rows, num_tokens, [&](int64_t column) {
-      return CachedValues<E>(tokens, num_tokens, column);
+    attend(tile, first, rows, num_tokens, tokens, [&](int64_t column) {
+      return CachedValues<E, Kv>(tokens, num_tokens, column);
     });
   }
 
   void meet_many(int64_t tile, int64_t first, int64_t last, int64_t num_tokens,
-                 const TileTokens<E>& tokens) {
+                 const TileTokens<Kv>& tokens) {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys(tokens, token, num_tokens, head_groups_, keys_ + token * head_groups_);
+      pack_keys<E>(tokens, token, num_tokens, job_.head_dim, keys_ + token * head_groups_);
     }
-    pack_values(tokens, num_tokens, job_.value_dim, values_);
+    pack_values<E>(tokens, num_tokens, job_.value_dim, values_);
     for (int64_t row = first; row < last; row += kTileRows) {
       const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, last - row));
       const int64_t num_seen = std::min(num_tokens, position_of(row + rows - 1) + 1 - tile);
@@ -212,7 +212,7 @@ class UnitAttention {
       for (int64_t token = 0; token < num_seen; token += kPanelColumns) {
         score(row, rows, token, keys_ + token * head_groups_);
       }
-      attend(tile, row, rows, num_seen, [&](int64_t column) {
+      attend(tile, row, rows, num_seen, tokens, [&](int64_t column) {
         return PackedPanel<E>(values_ + column * kTokenGroups);
       });
     }
@@ -228,19 +228,25 @@ class UnitAttention {
   // Continues from the scores of the tile's first `num_tokens`; values_at(column) is a panel of V.
   template <class ValuesAt>
   void attend(int64_t tile, int64_t first, int rows, int64_t num_tokens,
-              const ValuesAt& values_at) {
+              const TileTokens<Kv>& tokens, const ValuesAt& values_at) {
     const auto range_of = [&](int64_t row) {
       const int64_t position = position_of(row);
       return AttendedRange{lowest_seen(position) - tile, position - tile};
     };
     const int64_t width = round_up(num_tokens, kLanes);
+    const float* value_factors = nullptr;
+    if constexpr (Kv::kHasFactors) {
+      scale_scores(rows, width, tokens.key_factors(), scores_);
+      value_factors = tokens.value_factors();
+    }
     auto scale = static_cast<float>(job_.scale);
     if (job_.soft_cap != 0.0) {
       cap_scores(rows, width, scale, static_cast<float>(job_.soft_cap), scores_);
       scale = 1.0f;
     }
     alignas(64) float factors[kLanes];
-    softmax_.weigh(first, rows, width, scale * kLog2E, range_of, scores_, weights_, factors);
+    softmax_.weigh(first, rows, width, scale * kLog2E, range_of, value_factors, scores_, weights_,
+                   factors);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       const auto panel = values_at(column);
       tile_function<E, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows)(
@@ -281,40 +287,48 @@ class UnitAttention {
 };
 
 // Memory for any unit, by thread. Allocated before the tasks begin: a task must not throw.
-template <class E>
+template <class E, class Kv>
 std::vector<void*> reserve_memory(const PagedAttention& job, const Plan& plan, Workers& workers) {
   int64_t num_bytes = 0;
   for (const Unit& unit : plan.units) {
-    num_bytes = std::max(num_bytes, UnitAttention<E>(job, plan, unit).memory_bytes());
+    num_bytes = std::max(num_bytes, UnitAttention<E, Kv>(job, plan, unit).memory_bytes());
   }
   std::vector<void*> memory;
   for (Scratch& own : workers.own) memory.push_back(own.reserve(num_bytes));
   return memory;
 }
 
-template <class E>
+template <class E, class Kv>
 void run_attention(const PagedAttention& job, Workers& workers) {
+  using Attention = UnitAttention<E, Kv>;
   const Plan plan = plan_attention(job, workers.pool.num_threads());
-  const std::vector<void*> memory = reserve_memory<E>(job, plan, workers);
-  const std::vector<typename E::Stored> zeros(round_up(job.head_dim, kPanelColumns));
+  const std::vector<void*> memory = reserve_memory<E, Kv>(job, plan, workers);
+  const std::vector<typename Kv::Element> zeros(round_up(job.head_dim, kPanelColumns));
   const auto count = static_cast<int64_t>(plan.units.size());
   workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
-    TileTokens<E> tokens(zeros.data());
-    UnitAttention<E>(job, plan, plan.units[begin]).find_first_tile(tokens);
+    TileTokens<Kv> tokens(zeros.data());
+    Attention(job, plan, plan.units[begin]).find_first_tile(tokens);
     for (int64_t index = begin; index < end; ++index) {
       const int64_t next = std::min(index + 1, end - 1);
-      const UnitAttention<E> after(job, plan, plan.units[next]);
-      UnitAttention<E>(job, plan, plan.units[index], memory[thread])
+      const Attention after(job, plan, plan.units[next]);
+      Attention(job, plan, plan.units[index], memory[thread])
           .run(tokens, next > index ? &after : nullptr);
     }
+  });
+}
+
+template <class E>
+void run_with(const PagedAttention& job, Workers& workers) {
+  with_cache_type<E>(job.cache_type, [&](auto kv) {
+    run_attention<E, decltype(kv)>(job, workers);
   });
 }
 
 }  // namespace
 
 void run(const PagedAttention& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_attention<Bfloat16>(job, workers)
-                                        : run_attention<Float32>(job, workers);
+  job.element == ElementType::kBfloat16 ? run_with<Bfloat16>(job, workers)
+                                        : run_with<Float32>(job, workers);
 }
 
 }  // namespace baton

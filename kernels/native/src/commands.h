@@ -15,6 +15,10 @@ namespace baton {
 
 enum class ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
+// Elements of a KV cache: those of the step, or elements of 8 bits with a factor for the vector of
+// each token, part and head; see quantize_kv in kernels/reference/cache.py.
+enum class CacheType : int64_t { kSame = 0, kFloat8 = 1, kInt8 = 2 };
+
 // See kernels.Activation.
 enum class Activation : int64_t {
   kNone = 0,
@@ -184,12 +188,17 @@ struct RotateAndWriteKv {
   const float* cos;  // [num_tokens, rotary_half], or null: no rotation
   const float* sin;
   int64_t rotary_half;  // half the number of elements that are rotated, a head's first ones
+  CacheType cache_type;
   void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_dim]
   int64_t block_stride;
   int64_t value_offset;  // from K to V
   int64_t head_stride;
   int64_t slot_stride;
   int64_t block_size;
+  float* factors;  // [num_blocks, 2, num_kv_heads, block_size], of a cache of 8 bits; or null
+  int64_t factor_block_stride;
+  int64_t factor_value_offset;
+  int64_t factor_head_stride;
   const Batch* batch;
 };
 
@@ -209,29 +218,37 @@ struct RotateAndWriteLatent {
   const float* cos;  // [num_tokens, rotary_half]
   const float* sin;
   int64_t rotary_half;
+  CacheType cache_type;
   void* cache;  // [num_blocks, 1, 1, block_size, latent_dim + 2 * rotary_half]
   int64_t block_stride;
   int64_t slot_stride;
   int64_t block_size;
+  float* factors;  // [num_blocks, 1, 1, block_size], of a cache of 8 bits; or null
+  int64_t factor_block_stride;
   const Batch* batch;
 };
 
 // Causal grouped-query attention over paged KV (arXiv:2309.06180) with a running softmax
 // (arXiv:2205.14135).
 struct PagedAttention {
-  ElementType element;  // of query, cache, sinks and out
+  ElementType element;  // of query, sinks and out
   const void* query;
   int64_t query_stride;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t value_dim;
+  CacheType cache_type;
   const void* cache;
   int64_t block_stride;
   int64_t value_offset;  // from K to V; 0 if V is the first elements of K
   int64_t head_stride;
   int64_t slot_stride;
   int64_t block_size;
+  const float* factors;  // of the vectors of a cache of 8 bits; or null
+  int64_t factor_block_stride;
+  int64_t factor_value_offset;
+  int64_t factor_head_stride;
   double scale;
   double soft_cap;         // of scores; 0 for none
   int64_t sliding_window;  // 0 for none

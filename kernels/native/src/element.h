@@ -46,6 +46,11 @@ struct Float32 {
     first.values = load<Floats>(row);
     second.values = load<Floats>(row + kLanes);
   }
+  static Columns columns(Floats values, Floats) {
+    Columns columns;
+    columns.values = values;
+    return columns;
+  }
 };
 
 struct Bfloat16 {
@@ -82,6 +87,12 @@ struct Bfloat16 {
     first.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places), b);
     second.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places + 32), b);
   }
+  // Columns of values that bfloat16 has exactly.
+  static Columns columns(Floats even, Floats odd) {
+    Columns columns;
+    columns.values = (__m512bh)words(even, odd);
+    return columns;
+  }
 #else
   struct Operand {
     float first, second;
@@ -109,7 +120,21 @@ struct Bfloat16 {
     first = {widen(load<Halves>(even)), widen(load<Halves>(odd))};
     second = {widen(load<Halves>(even + kLanes)), widen(load<Halves>(odd + kLanes))};
   }
+  static Columns columns(Floats even, Floats odd) { return {even, odd}; }
 #endif
+
+  // Words of groups of two values that bfloat16 has exactly.
+  static Words words(Floats even, Floats odd) { return (Words)even >> 16 | (Words)odd; }
+  // The same of adjacent values: the first kLanes, and the next.
+  static Words adjacent_words(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+    return (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    const Halves halves[] = {__builtin_convertvector((Words)low >> 16, Halves),
+                             __builtin_convertvector((Words)high >> 16, Halves)};
+    return load<Words>(halves);
+#endif
+  }
 };
 
 // The values as if they were stored in a tensor of this type between two operations.

@@ -1,4 +1,4 @@
-// Operations on single rows: norms, gates, rotary angles and rotation, KV writes, maxima.
+// Operations on single rows: norms, gates, rotary angles, maxima.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -6,167 +6,12 @@
 #include "activations.h"
 #include "commands.h"
 #include "element.h"
+#include "norms.h"
 #include "row_maximum.h"
+#include "row_tasks.h"
 
 namespace baton {
 namespace {
-
-constexpr int64_t kElementsPerTask = 8192;  // some microseconds: enough for a task
-
-// Divides `num_rows` into runs of rows that are large enough for a task.
-template <class Body>
-void for_rows(int64_t num_rows, int64_t row_size, Workers& workers, const Body& body) {
-  const int64_t rows_per_task =
-      std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_size));
-  workers.pool.run((num_rows + rows_per_task - 1) / rows_per_task, [&](int64_t task, int) {
-    const int64_t end = std::min(num_rows, (task + 1) * rows_per_task);
-    for (int64_t row = task * rows_per_task; row < end; ++row) body(row);
-  });
-}
-
-// A normalized value times the norm's factor.
-template <class E, NormKind kind>
-Floats times_weight(Floats normed, Floats weight) {
-  if constexpr (kind == NormKind::kWide) return normed * weight;
-  if constexpr (kind == NormKind::kOffset) return normed * (broadcast(1.0f) + weight);
-  return rounded<E>(normed) * weight;
-}
-
-template <class E, NormKind kind>
-float times_weight(float normed, float weight) {
-  if constexpr (kind == NormKind::kWide) return normed * weight;
-  if constexpr (kind == NormKind::kOffset) return normed * (1.0f + weight);
-  return E::widen_one(E::narrow_one(normed)) * weight;
-}
-
-// The factor that makes the mean of a row's squares 1.
-template <class E>
-float norm_factor(const typename E::Stored* input, int64_t size, double eps) {
-  Floats squares{};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Floats values = E::widen_lanes(input + i);
-    squares += values * values;
-  }
-  float total = sum(squares);
-  for (; i < size; ++i) total += E::widen_one(input[i]) * E::widen_one(input[i]);
-  return 1.0f / std::sqrt(total / static_cast<float>(size) + static_cast<float>(eps));
-}
-
-// `out` may be `input`.
-template <class E, NormKind kind>
-void normalize(const typename E::Stored* input, const typename E::Stored* weight, int64_t size,
-               double eps, typename E::Stored* out) {
-  const float factor = norm_factor<E>(input, size, eps);
-  int64_t i;
-  for (i = 0; i + kLanes <= size; i += kLanes) {
-    const Floats normed = E::widen_lanes(input + i) * broadcast(factor);
-    E::narrow_lanes(out + i, times_weight<E, kind>(normed, E::widen_lanes(weight + i)));
-  }
-  for (; i < size; ++i) {
-    const float normed = E::widen_one(input[i]) * factor;
-    out[i] = E::narrow_one(times_weight<E, kind>(normed, E::widen_one(weight[i])));
-  }
-}
-
-// The same without a weight, in place.
-template <class E>
-void normalize_plainly(typename E::Stored* row, int64_t size, double eps) {
-  const float factor = norm_factor<E>(row, size, eps);
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    E::narrow_lanes(row + i, E::widen_lanes(row + i) * broadcast(factor));
-  }
-  for (; i < size; ++i) row[i] = E::narrow_one(E::widen_one(row[i]) * factor);
-}
-
-template <class E>
-void normalize_as(NormKind kind, const typename E::Stored* input,
-                  const typename E::Stored* weight, int64_t size, double eps,
-                  typename E::Stored* out) {
-  switch (kind) {
-    case NormKind::kRounded:
-      return normalize<E, NormKind::kRounded>(input, weight, size, eps, out);
-    case NormKind::kWide: return normalize<E, NormKind::kWide>(input, weight, size, eps, out);
-    case NormKind::kOffset: return normalize<E, NormKind::kOffset>(input, weight, size, eps, out);
-  }
-}
-
-// Rotates the first 2 * half_dim elements of one head by the token's angles (arXiv:2104.09864,
-// half-split pairs).
-template <class E>
-void rotate(typename E::Stored* head, const float* cos, const float* sin, int64_t half_dim) {
-  auto* upper = head + half_dim;
-  int64_t i = 0;
-  for (; i + kLanes <= half_dim; i += kLanes) {
-    const Floats a = E::widen_lanes(head + i), b = E::widen_lanes(upper + i);
-    const Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
-    E::narrow_lanes(head + i, a * c - b * s);
-    E::narrow_lanes(upper + i, b * c + a * s);
-  }
-  for (; i < half_dim; ++i) {
-    const float a = E::widen_one(head[i]), b = E::widen_one(upper[i]);
-    head[i] = E::narrow_one(a * cos[i] - b * sin[i]);
-    upper[i] = E::narrow_one(b * cos[i] + a * sin[i]);
-  }
-}
-
-template <class E>
-void prepare_head(const RotateAndWriteKv& job, int64_t token, typename E::Stored* head,
-                  const void* norm) {
-  if (norm) {
-    normalize_as<E>(job.norm_kind, head, static_cast<const typename E::Stored*>(norm),
-                    job.head_dim, job.eps, head);
-  }
-  if (job.cos) {
-    const int64_t half_dim = job.rotary_half;
-    rotate<E>(head, job.cos + token * half_dim, job.sin + token * half_dim, half_dim);
-  }
-}
-
-template <class E>
-void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
-  using Stored = typename E::Stored;
-  const int64_t slot = job.batch->slot_mapping[token];
-  auto* query = static_cast<Stored*>(job.query) + token * job.query_stride;
-  auto* key = static_cast<Stored*>(job.key) + token * job.key_stride;
-  const auto* value = static_cast<const Stored*>(job.value) + token * job.value_stride;
-  auto* place = static_cast<Stored*>(job.cache) + slot / job.block_size * job.block_stride +
-                slot % job.block_size * job.slot_stride;
-  const auto num_bytes = static_cast<size_t>(job.head_dim) * sizeof(Stored);
-  for (int64_t head = 0; head < job.num_heads; ++head) {
-    prepare_head<E>(job, token, query + head * job.head_dim, job.query_norm);
-  }
-  for (int64_t head = 0; head < job.num_kv_heads; ++head) {
-    // The value comes first, as it may lie where the key is prepared.
-    auto* key_place = place + head * job.head_stride;
-    auto* value_place = key_place + job.value_offset;
-    std::memcpy(value_place, value + head * job.head_dim, num_bytes);
-    if (job.norms_values) normalize_plainly<E>(value_place, job.head_dim, job.eps);
-    prepare_head<E>(job, token, key + head * job.head_dim, job.key_norm);
-    std::memcpy(key_place, key + head * job.head_dim, num_bytes);
-  }
-}
-
-template <class E>
-void rotate_and_write_latent(const RotateAndWriteLatent& job, int64_t token) {
-  using Stored = typename E::Stored;
-  const float* cos = job.cos + token * job.rotary_half;
-  const float* sin = job.sin + token * job.rotary_half;
-  auto* query = static_cast<Stored*>(job.query) + token * job.query_stride;
-  for (int64_t head = 1; head <= job.num_heads; ++head) {
-    rotate<E>(query + head * job.query_dim - 2 * job.rotary_half, cos, sin, job.rotary_half);
-  }
-  auto* latent = static_cast<Stored*>(job.latent) + token * job.latent_stride;
-  normalize<E, NormKind::kRounded>(latent, static_cast<const Stored*>(job.norm), job.latent_dim,
-                                   job.eps, latent);
-  rotate<E>(latent + job.latent_dim, cos, sin, job.rotary_half);
-  const int64_t slot = job.batch->slot_mapping[token];
-  auto* place = static_cast<Stored*>(job.cache) + slot / job.block_size * job.block_stride +
-                slot % job.block_size * job.slot_stride;
-  const int64_t size = job.latent_dim + 2 * job.rotary_half;
-  std::memcpy(place, latent, static_cast<size_t>(size) * sizeof(Stored));
-}
 
 // Sums function(x) over a row; the function takes a Floats or a float.
 template <class E, class Function>
@@ -248,20 +93,6 @@ void run_gate_rows(const GateRows& job, Workers& workers) {
   });
 }
 
-template <class E>
-void run_rotate_and_write(const RotateAndWriteKv& job, Workers& workers) {
-  const int64_t token_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim;
-  for_rows(job.batch->num_tokens, token_size, workers,
-           [&](int64_t token) { rotate_and_write_token<E>(job, token); });
-}
-
-template <class E>
-void run_rotate_and_write_latent(const RotateAndWriteLatent& job, Workers& workers) {
-  const int64_t token_size = 2 * job.num_heads * job.rotary_half + job.latent_dim;
-  for_rows(job.batch->num_tokens, token_size, workers,
-           [&](int64_t token) { rotate_and_write_latent<E>(job, token); });
-}
-
 }  // namespace
 
 void run(const RmsNorm& job, Workers& workers) {
@@ -285,16 +116,6 @@ void run(const RotaryAngles& job, Workers& workers) {
       job.sin[token * job.half_dim + i] = std::sin(angle) * amplitude;
     }
   });
-}
-
-void run(const RotateAndWriteKv& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_rotate_and_write<Bfloat16>(job, workers)
-                                        : run_rotate_and_write<Float32>(job, workers);
-}
-
-void run(const RotateAndWriteLatent& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_rotate_and_write_latent<Bfloat16>(job, workers)
-                                        : run_rotate_and_write_latent<Float32>(job, workers);
 }
 
 void run(const GateRows& job, Workers& workers) {

@@ -40,6 +40,15 @@ inline Floats larger_scores(const AttendedRange& attended, int64_t width, float*
   return best;
 }
 
+// Multiplies the first `width` of a tile's scores [rows][kTileTokens] by the factors of its keys.
+inline void scale_scores(int rows, int64_t width, const float* key_factors, float* scores) {
+  for (int row = 0; row < rows; ++row, scores += kTileTokens) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(scores + i, load<Floats>(scores + i) * load<Floats>(key_factors + i));
+    }
+  }
+}
+
 // Multiplies the first `width` of a tile's scores [rows][kTileTokens] by `scale`, and caps them.
 inline void cap_scores(int rows, int64_t width, float scale, float cap, float* scores) {
   for (int row = 0; row < rows; ++row, scores += kTileTokens) {
@@ -69,9 +78,11 @@ struct RunningSoftmax {
   // Turns a tile's scores [rows][kTileTokens], of which the first `width` count, into weights as
   // operands, for rows from `first` on; factors[r] rescales the sums of row r to its new maximum.
   // range_of(r): what row r attends to.
+  // value_factors: of the tile's tokens, by which the operands are multiplied; or null.
   template <class RangeOf>
   void weigh(int64_t first, int rows, int64_t width, float scale, const RangeOf& range_of,
-             float* scores, typename E::Operand* weights, float* factors) {
+             const float* value_factors, float* scores, typename E::Operand* weights,
+             float* factors) {
     Floats largest[kTileRows];
     for (int row = 0; row < rows; ++row) {
       largest[row] = larger_scores(range_of(first + row), width, scores + row * kTileTokens);
@@ -89,7 +100,9 @@ struct RunningSoftmax {
         const Floats score = load<Floats>(scores + row * kTileTokens + i);
         const Floats weight = exp2_of_negative(score * broadcast(scale) - broadcast(tops[row]));
         total += weight;
-        E::store_operands(weights + row * (kTileTokens / E::kGroup), i, weight);
+        const Floats operand =
+            value_factors ? weight * load<Floats>(value_factors + i) : weight;
+        E::store_operands(weights + row * (kTileTokens / E::kGroup), i, operand);
       }
       float* sum = sums + (first + row) * kLanes;
       store(sum, load<Floats>(sum) * broadcast(factors[row]) + total);
