@@ -7,8 +7,8 @@ import torch
 
 __all__ = ["Divergence", "DivergenceFigures"]
 
-_ROWS_AT_A_TIME = 64
-"""Distributions whose logarithms are in memory at once, in float64."""
+_VALUES_AT_A_TIME = 2**19
+"""Logits in memory at once in float64; the allocator keeps memory of that size for the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Divergence:
             base: `[num_positions, vocab]`; the base model's logits.
             other: the same of the other model.
         """
-        pairs = (torch.split(logits, _ROWS_AT_A_TIME) for logits in (base, other))
+        num_rows = max(1, _VALUES_AT_A_TIME // base.shape[1])
+        pairs = (torch.split(logits, num_rows) for logits in (base, other))
         self._by_text.append(torch.cat([_divergences(*pair) for pair in zip(*pairs, strict=True)]))
         self._num_agreeing += int((base.argmax(-1) == other.argmax(-1)).sum())
 

@@ -10,7 +10,6 @@ import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import llama_cpp
@@ -48,16 +47,17 @@ class _Batch:
 
     def __init__(self, max_tokens: int) -> None:
         self._tokens, self._positions, self._numbers = np.zeros((3, max_tokens), np.int32)
-        self._ones = np.ones(max_tokens, np.int32)
+        self._counts = np.ones(max_tokens, np.int32)
         self._has_logits = np.zeros(max_tokens, np.int8)
-        numbers = self._numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        step = ctypes.sizeof(ctypes.c_int32)
-        first = ctypes.addressof(numbers.contents)
-        self._addresses = (ctypes.POINTER(ctypes.c_int32) * max_tokens)(
-            *(
-                ctypes.cast(first + step * row, ctypes.POINTER(ctypes.c_int32))
-                for row in range(max_tokens)
-            )
+        pointer = ctypes.POINTER(ctypes.c_int32)
+        first, step = self._numbers.ctypes.data, self._numbers.itemsize
+        rows = (ctypes.cast(first + step * row, pointer) for row in range(max_tokens))
+        self._batch = llama_cpp.llama_batch(
+            token=self._tokens.ctypes.data_as(pointer),
+            pos=self._positions.ctypes.data_as(pointer),
+            n_seq_id=self._counts.ctypes.data_as(pointer),
+            seq_id=(pointer * max_tokens)(*rows),
+            logits=self._has_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
         self.num_tokens = 0
 
@@ -83,16 +83,9 @@ class _Batch:
         Raises:
             RuntimeError: llama.cpp fails.
         """
-        batch = llama_cpp.llama_batch(
-            n_tokens=self.num_tokens,
-            token=_pointer(self._tokens, ctypes.c_int32),
-            pos=_pointer(self._positions, ctypes.c_int32),
-            n_seq_id=_pointer(self._ones, ctypes.c_int32),
-            seq_id=ctypes.cast(self._addresses, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            logits=_pointer(self._has_logits, ctypes.c_int8),
-        )
+        self._batch.n_tokens = self.num_tokens
         self.num_tokens = 0
-        if status := llama_cpp.llama_decode(context, batch):
+        if status := llama_cpp.llama_decode(context, self._batch):
             raise RuntimeError(f"llama_decode returned {status}")
 
 
@@ -100,7 +93,7 @@ class LlamaCppEngine:
     """A model and a context of llama.cpp."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.name = f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})"
+        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             args.model.encode(), llama_cpp.llama_model_default_params()
@@ -193,10 +186,6 @@ class LlamaCppEngine:
             self._free.append(sequence.number)
             self._num_reserved -= sequence.num_computed + 1
         return sequence.index, [token], not sequence.num_left
-
-
-def _pointer(array: Any, kind: Any) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 if __name__ == "__main__":
