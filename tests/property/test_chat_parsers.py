@@ -101,6 +101,7 @@ STARTS = {
     "granite": '<|tool_call|>[{"name": "f", "arguments": ',
     "hermes": '<tool_call>{"name": "f", "arguments": ',
     "json": '[{"name": "f", "parameters": ',
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
     "lfm2": "<|tool_call_start|>[f(a=",
     "llama3_json": '{"name": "f", "parameters": ',
     "mistral": "[TOOL_CALLS]f",
@@ -129,7 +130,7 @@ def test_work_per_character_is_constant(name):
         costs = []
         for piece in text:
             costs.append(num_calls_of(parser.push, piece))
-            assert parser.text.num_unread < 20
+            assert parser.text.num_unread < 30  # as long as the longest tag
         middle = len(costs) // 2
         assert sum(costs[middle:]) < 1.2 * sum(costs[:middle]) + 1000
 

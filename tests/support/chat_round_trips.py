@@ -45,6 +45,7 @@ FORMATS = {
     "glm45": Format("glm45", "", "glm45", has_texts_alone=True),
     "granite": Format("granite", "<|end_of_text|>\n"),
     "hermes": Format("qwen3", "<|im_end|>\n", "qwen3"),
+    "kimi_k2": Format("kimi_k2", "<|im_end|>"),
     "lfm2": Format("lfm2", "<|im_end|>\n", "qwen3", is_plain=True),
     "minimax_m2": Format("minimax_m2", "[e~[\n", "deepseek_r1", has_texts_alone=True),
     "mistral": Format("mistral", "</s>", has_content=False),

@@ -8,7 +8,11 @@ from typing import Any
 
 from baton.common.flags.plugins import load_plugin
 from router.chat.tool_parsers.base import ToolParser
-from router.chat.tool_parsers.deepseek import DeepSeekV3ToolParser, DeepSeekV31ToolParser
+from router.chat.tool_parsers.deepseek import (
+    DeepSeekV3ToolParser,
+    DeepSeekV31ToolParser,
+    KimiK2ToolParser,
+)
 from router.chat.tool_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from router.chat.tool_parsers.glm import Glm4ToolParser, GlmToolParser
 from router.chat.tool_parsers.harmony import HarmonyToolParser
@@ -43,6 +47,7 @@ _PARSERS: dict[str, type[ToolParser]] = {
     "granite4": HermesToolParser,
     "hermes": HermesToolParser,
     "json": JsonToolParser,
+    "kimi_k2": KimiK2ToolParser,
     "lfm2": Lfm2ToolParser,
     "llama3_json": Llama3JsonToolParser,
     "llama4_json": Llama3JsonToolParser,

@@ -41,6 +41,8 @@ def seek(name):
 TOOLS = [tool("weather", WEATHER), tool("add", ADD)]
 CALL, SEP, CALL_END = seek("tool call begin"), seek("tool sep"), seek("tool call end")
 LIST, LIST_END = seek("tool calls begin"), seek("tool calls end")
+KIMI_LIST, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions."
+KIMI_SEP = "<|tool_call_argument_begin|>"
 DSML = "\uff5cDSML\uff5c"
 CALLS = {
     "hermes": [
@@ -105,6 +107,10 @@ CALLS = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
         "<tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>\n"
         "<tool_call>add\n</tool_call>",
+    ],
+    "kimi_k2": [
+        f'{KIMI_LIST}{KIMI_CALL}weather:0{KIMI_SEP}{{"city": "Oslo"}}<|tool_call_end|>'
+        f'{KIMI_CALL}add:1{KIMI_SEP}{{"x": 1}}<|tool_call_end|><|tool_calls_section_end|>',
     ],
     "lfm2": ['<|tool_call_start|>[weather(city="Oslo"), add(x=1)]<|tool_call_end|>'],
     "olmo3": ['<function_calls>\nweather(city="Oslo")\nadd(x=1)\n</function_calls>'],

@@ -41,6 +41,15 @@ def seek(text):
     return text
 
 
+def kimi(text):
+    """Returns a text with Kimi K2's tokens in place of tags such as <calls>."""
+    names = {"calls": "tool_calls_section_begin", "/calls": "tool_calls_section_end"}
+    names |= {"call": "tool_call_begin", "/call": "tool_call_end"}
+    for tag, name in (names | {"sep": "tool_call_argument_begin"}).items():
+        text = text.replace(f"<{tag}>", f"<|{name}|>")
+    return text
+
+
 DEEPSEEK = [
     (seek(text), content and seek(content), calls)
     for text, content, calls in (
@@ -72,6 +81,28 @@ DEEPSEEK = [
 DEEPSEEK = [
     (text, content, [(name, seek(arguments)) for name, arguments in calls])
     for text, content, calls in DEEPSEEK
+]
+
+KIMI = [
+    (kimi(text), content and kimi(content), calls)
+    for text, content, calls in (
+        (
+            '<calls><call>functions.f:0<sep>{"a": 1}</call>'
+            "<call>functions.g:1<sep>{}</call></calls>",
+            None,
+            [F1, G],
+        ),
+        ('Hi <calls> <call> functions.f:12 <sep> {"a": 1} </call> </calls> bye', "Hi  bye", [F1]),
+        # Without what surrounds a name, or what is around calls.
+        ('<call>f<sep>{"a": 1}</call> bye', " bye", [F1]),
+        ("<call>f:g:1<sep>{}</call>", None, [("f:g", "{}")]),
+        ("<call>functions.functions.g<sep>{}", None, [("functions.g", "{}")]),
+        # Cut short.
+        ("<calls><call>functions.f:", "<calls><call>functions.f:", []),
+        # Malformed.
+        ("<calls><call>functions.f:0 {}</call>", "<calls><call>functions.f:0 {}</call>", []),
+        ("<calls><call><sep>{}</call></calls>", "<calls><call><sep>{}</call></calls>", []),
+    )
 ]
 
 GLM = [
@@ -320,6 +351,7 @@ TABLES = {
     "glm4_0414": GLM4,
     "glm45": GLM,
     "granite": GRANITE,
+    "kimi_k2": KIMI,
     "lfm2": LFM2,
     "minimax_m2": MINIMAX,
     "olmo3": OLMO3,
@@ -332,6 +364,14 @@ TABLES = {
 def test_content_and_calls(name):
     for text, content, calls in TABLES[name]:
         check_cuts(output_of(tool_parser(name)), text, (content, None, calls))
+
+
+def test_calls_of_kimi_have_the_ids_that_the_model_wrote():
+    parser = tool_parser("kimi_k2")()
+    calls = parser.push(kimi("<call>functions.f:7<sep>{}</call><call>g<sep>{}</call>")).tool_calls
+    assert [call.name for call in calls] == ["f", "g"]
+    assert calls[0].id == "functions.f:7"
+    assert calls[1].id.startswith("call_")
 
 
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls"), HARMONY)
