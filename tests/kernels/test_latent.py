@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 import kernels
-from kernels import Arena, reference
+from kernels import Arena
 from kernels.reference.cache import quantize_kv
 from kernels.reference.pointwise import apply_rotary
 from tests.support import latent_cases
