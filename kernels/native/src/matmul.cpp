@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear_job.h"
+#include "quantized.h"
 
 namespace baton {
 namespace {
@@ -123,8 +123,10 @@ struct Dense {
   }
 };
 
-// Computes layers whose weights have one storage.
+// Computes layers whose weights have one format.
 void run_layers(ElementType element, const Layers& layers, Workers& workers) {
+  if (layers.empty()) return;
+  if (layers[0].layer.format != Format::kDense) return run_quantized(element, layers, workers);
   element == ElementType::kBfloat16 ? run_layers<Dense<Bfloat16>>(layers, workers)
                                     : run_layers<Dense<Float32>>(layers, workers);
 }
@@ -148,6 +150,8 @@ Linear layer_of(const ExpertLinear& job, int64_t expert) {
   layer.scale = 1.0;
   layer.out = static_cast<Stored*>(job.out) + first * job.out_features;
   layer.out_stride = job.out_features;
+  layer.format = job.format;
+  layer.is_exact = job.is_exact;
   return layer;
 }
 
