@@ -138,6 +138,9 @@ class NativeKernels:
         self.pack_blocks = functions.baton_pack_blocks
         self.pack_blocks.argtypes = (integer, address, *[integer] * 3, address, integer, integer)
         self.pack_blocks.restype = None
+        self._decode_rows = functions.baton_decode_rows
+        self._decode_rows.argtypes = (integer, address, *[integer] * 3, address)
+        self._decode_rows.restype = integer
         self.quantized_bytes = functions.baton_quantized_bytes
         self.quantized_bytes.argtypes, self.quantized_bytes.restype = (integer,) * 3, integer
 
@@ -152,6 +155,16 @@ class NativeKernels:
         outcome = self._run(commands, count)
         if outcome:
             raise _error(outcome, self.num_threads())
+
+    def decode_rows(
+        self, code: int, source: int, row_bytes: int, num_rows: int, num_columns: int, out: int
+    ) -> None:
+        """Decodes rows of blocks, of the format with this code, into float32.
+
+        Raises:
+            MemoryError: the library could not allocate its working memory.
+        """
+        self._check(self._decode_rows(code, source, row_bytes, num_rows, num_columns, out))
 
     def send_to_ranks(self, ranks: int, data: bytes) -> None:
         """Sends bytes to all other ranks, without the GIL; `ranks` is of `open_ranks`.

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from kernels.block_rows import BlockRows
-from kernels.formats import WeightFormat
+from kernels.formats import FORMATS, WeightFormat
 from kernels.host import fresh_zeros
 from kernels.library.commands import NativeKernels
 from kernels.native.packed_weight import PANEL_ROWS, PanelWeight, num_panels
@@ -19,7 +19,7 @@ from kernels.weights import QuantizedForm, RowsOfWeight, ServedFormats, TensorWe
 
 __all__ = ["SERVED_FORMATS", "BlockTable", "QuantizedWeight", "make_quantized_weight"]
 
-SERVED_FORMATS = ServedFormats(exact=frozenset(), fast=frozenset())
+SERVED_FORMATS = ServedFormats(exact=frozenset(FORMATS.values()), fast=frozenset())
 """The formats that the library packs and multiplies."""
 
 

@@ -25,6 +25,7 @@ ARITHMETIC = tuple(
         "batch_invariance",
         "draw_tokens",
         "experts",
+        "formats",
         "linear",
         "logit_rows",
         "logit_rules",

@@ -1,4 +1,4 @@
-// Rows in a storage format, as a file has them.
+// Single rows of storage formats: as a file has them, in panels, and as floats.
 #pragma once
 
 #include "formats.h"
@@ -18,5 +18,9 @@ struct PackBlocks {
 
 // Writes rows into a weight with the layout of formats.h.
 void pack_blocks(const PackBlocks&);
+
+// Decodes outputs first to first + count of a panel, at most 32, into `out`: [count, num_columns].
+void decode_outputs(Format, const uint8_t* panel, int64_t num_columns, int first, int count,
+                    float* out);
 
 }  // namespace baton

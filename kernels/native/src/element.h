@@ -17,6 +17,15 @@ struct InTurn {
   }
 };
 constexpr InTurn kInTurn;
+
+// Elements of two halves of a vector of 32 in turn: 0, 16, 1, 17 ...
+struct HalvesInTurn {
+  alignas(64) uint16_t places[32];
+  constexpr HalvesInTurn() : places() {
+    for (int i = 0; i < 32; ++i) places[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
+  }
+};
+constexpr HalvesInTurn kHalvesInTurn;
 #endif
 
 struct Float32 {
@@ -41,6 +50,10 @@ struct Float32 {
   static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
     return sum + columns.values * broadcast(operand);
   }
+  // Stores four adjacent rows of kLanes columns; the words of groups are `stride` apart.
+  static void store_groups(uint32_t* words, int64_t stride, const Floats (&rows)[4]) {
+    for (int i = 0; i < 4; ++i) store(words + i * stride, rows[i]);
+  }
   // Loads 2 * kLanes columns of a group; each element of the group lies in a row of its own.
   static void interleave(const Stored* row, const Stored*, Columns& first, Columns& second) {
     first.values = load<Floats>(row);
@@ -62,7 +75,16 @@ struct Bfloat16 {
   static float widen_one(Stored value) { return widen(value); }
   static Stored narrow_one(float value) { return narrow(value); }
 
+  static void store_groups(uint32_t* words, int64_t stride, const Floats (&rows)[4]) {
+    for (int i = 0; i < 2; ++i) store(words + i * stride, pairs(rows[2 * i], rows[2 * i + 1]));
+  }
+
 #if defined(__AVX512BF16__)
+  // Words of two rows.
+  static Words pairs(Floats first, Floats second) {
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (Words)_mm512_permutexvar_epi16(load<__m512i>(kHalvesInTurn.places), both);
+  }
   using Operand = uint32_t;
   struct Columns {
     __m512bh values;
@@ -94,6 +116,10 @@ struct Bfloat16 {
     return columns;
   }
 #else
+  // Words of two rows.
+  static Words pairs(Floats first, Floats second) {
+    return round_to_bf16_bits(first) | round_to_bf16_bits(second) << 16;
+  }
   struct Operand {
     float first, second;
   };

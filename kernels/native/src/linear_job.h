@@ -128,6 +128,47 @@ class Epilogue {
   const Linear& job_;
 };
 
+// Packs rows of the input side by side; row i is row `rows[i]`, or row i if `rows` is null.
+template <class E>
+void pack_operands(const Linear& job, const int32_t* rows, int64_t start, int count,
+                   typename E::Operand* out) {
+  const auto* input = static_cast<const typename E::Stored*>(job.input);
+  const int64_t whole = job.in_features / E::kGroup;
+  for (int row = 0; row < count; ++row) {
+    const int64_t number = rows ? rows[start + row] : start + row;
+    const auto* elements = input + number * job.input_stride;
+    for (int64_t group = 0; group < whole; ++group) {
+      out[group * count + row] = E::operand(elements + group * E::kGroup);
+    }
+    if (job.in_features % E::kGroup) {
+      const typename E::Stored last[2] = {elements[job.in_features - 1], 0};
+      out[whole * count + row] = E::operand(last);
+    }
+  }
+}
+
+// The part of a kernel of `run_layers` that prepares inputs as operands of `multiply_tile`.
+template <class E>
+struct FloatInputs {
+  static constexpr int64_t kMostRows = kTileRows;
+
+  static int64_t left_bytes(const Linear& job, int64_t num_rows) {
+    return num_rows * groups_of<E>(job.in_features) *
+           static_cast<int64_t>(sizeof(typename E::Operand));
+  }
+
+  static void prepare(const Linear& job, const int32_t* rows, int64_t start, int count,
+                      void* left) {
+    pack_operands<E>(job, rows, start, count, static_cast<typename E::Operand*>(left));
+  }
+
+  // Tiles whose operands have kBlockBytes.
+  static int64_t block_tiles(const Linear& job) {
+    const int64_t tile_bytes = std::max<int64_t>(1, left_bytes(job, kMostRows));
+    return std::max<int64_t>(2, kBlockBytes / tile_bytes);
+  }
+};
+
 // Computes layers of equal shapes, whose numbers of rows may differ; each has some.
 //
 // A `Kernel` has the static members

@@ -2,7 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear_job.h"
+#include "exact.h"
+#include "quantized.h"
 
 namespace baton {
 namespace {
@@ -22,25 +23,6 @@ void pack_as(const Pack& job) {
       const int64_t group = column / E::kGroup, within = column % E::kGroup;
       elements[group * kPanelColumns * E::kGroup + within] =
           source[i * job.row_stride + column * job.column_stride];
-    }
-  }
-}
-
-// Packs rows of the input side by side; row i is row `rows[i]`, or row i if `rows` is null.
-template <class E>
-void pack_operands(const Linear& job, const int32_t* rows, int64_t start, int count,
-                   typename E::Operand* out) {
-  const auto* input = static_cast<const typename E::Stored*>(job.input);
-  const int64_t whole = job.in_features / E::kGroup;
-  for (int row = 0; row < count; ++row) {
-    const int64_t number = rows ? rows[start + row] : start + row;
-    const auto* elements = input + number * job.input_stride;
-    for (int64_t group = 0; group < whole; ++group) {
-      out[group * count + row] = E::operand(elements + group * E::kGroup);
-    }
-    if (job.in_features % E::kGroup) {
-      const typename E::Stored last[2] = {elements[job.in_features - 1], 0};
-      out[whole * count + row] = E::operand(last);
     }
   }
 }
@@ -81,18 +63,8 @@ class WeightPanel {
 
 // Products with packed weights; see `run_layers`.
 template <class E>
-struct Dense {
-  static constexpr int64_t kMostRows = kTileRows;
-
-  static int64_t left_bytes(const Linear& job, int64_t num_rows) {
-    return num_rows * groups_of<E>(job.in_features) *
-           static_cast<int64_t>(sizeof(typename E::Operand));
-  }
-
-  static void prepare(const Linear& job, const int32_t* rows, int64_t start, int count,
-                      void* left) {
-    pack_operands<E>(job, rows, start, count, static_cast<typename E::Operand*>(left));
-  }
+struct Dense : FloatInputs<E> {
+  using FloatInputs<E>::kMostRows;
 
   static void multiply(const Linear& job, const void* left, int64_t begin, int64_t end,
                        const uint32_t* after) {
@@ -101,8 +73,7 @@ struct Dense {
     const Epilogue<E> finish(job);
     const int64_t num_groups = groups_of<E>(job.in_features);
     const int64_t num_words = num_groups * kPanelColumns;
-    const int64_t tile_bytes = std::max<int64_t>(1, left_bytes(job, kMostRows));
-    const int64_t block_tiles = std::max<int64_t>(2, kBlockBytes / tile_bytes);
+    const int64_t block_tiles = FloatInputs<E>::block_tiles(job);
     const auto multiply_block = [&](int64_t first_tile, int64_t last_tile, int64_t panel) {
       alignas(64) float sums[kTileRows * kPanelColumns];
       const uint32_t* words = job.weight + panel * num_words;
@@ -123,8 +94,14 @@ struct Dense {
   }
 };
 
-// Computes layers whose weights have one storage.
+// Computes layers whose weights have one format.
 void run_layers(ElementType element, const Layers& layers, Workers& workers) {
+  if (layers.empty()) return;
+  const Linear& first = layers[0].layer;
+  if (first.format != Format::kDense) {
+    return first.is_exact ? run_exact(element, layers, workers)
+                          : run_quantized(element, layers, workers);
+  }
   element == ElementType::kBfloat16 ? run_layers<Dense<Bfloat16>>(layers, workers)
                                     : run_layers<Dense<Float32>>(layers, workers);
 }
@@ -148,6 +125,8 @@ Linear layer_of(const ExpertLinear& job, int64_t expert) {
   layer.scale = 1.0;
   layer.out = static_cast<Stored*>(job.out) + first * job.out_features;
   layer.out_stride = job.out_features;
+  layer.format = job.format;
+  layer.is_exact = job.is_exact;
   return layer;
 }
 

@@ -1,11 +1,13 @@
 // The library's interface: plain C, for ctypes.
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "blocks.h"
 #include "commands.h"
@@ -144,6 +146,24 @@ void baton_pack_blocks(int64_t format, const void* source, int64_t row_bytes, in
                        int64_t paired_part) {
   pack_blocks({static_cast<Format>(format), static_cast<const uint8_t*>(source), row_bytes,
                num_rows, num_columns, static_cast<uint8_t*>(weight), first_row, paired_part});
+}
+
+// Decodes rows of blocks into `out`: [num_rows, num_columns].
+int64_t baton_decode_rows(int64_t format, const void* source, int64_t row_bytes, int64_t num_rows,
+                          int64_t num_columns, float* out) {
+  return outcome_of([=] {
+    const auto stored = static_cast<Format>(format);
+    const auto num_bytes = geometry_of(stored).panel_bytes(num_columns);
+    std::vector<uint8_t> panel(static_cast<size_t>(num_bytes));
+    const auto* rows = static_cast<const uint8_t*>(source);
+    for (int64_t i = 0; i < num_rows; i += kPanelColumns) {
+      const int64_t count = std::min<int64_t>(kPanelColumns, num_rows - i);
+      pack_blocks({stored, rows + i * row_bytes, row_bytes, count, num_columns, panel.data(), 0,
+                   -1});
+      decode_outputs(stored, panel.data(), num_columns, 0, static_cast<int>(count),
+                     out + i * num_columns);
+    }
+  });
 }
 
 // Returns the bytes of a weight with a storage format, also of one that pairs two parts.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "blocks.h"
 #include "commands.h"
 #include "tile.h"
 
@@ -16,16 +17,55 @@ typename E::Stored packed_element(const uint32_t* words, int64_t column) {
   return reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
 }
 
-// Writes one row of the matrix; a row of zeros if the matrix has no such row.
+// Working memory of a task for a matrix with a storage format.
+struct Decoded {
+  float* rows;     // [kRowsPerTask, num_columns]
+  uint8_t* panel;  // of rows that the matrix has one after another
+
+  Decoded(const TakeRows& job, void* memory)
+      : rows(static_cast<float*>(memory)),
+        panel(reinterpret_cast<uint8_t*>(rows + kRowsPerTask * job.num_columns)) {}
+
+  static int64_t num_bytes(const TakeRows& job) {
+    return kRowsPerTask * job.num_columns * static_cast<int64_t>(sizeof(float)) +
+           geometry_of(job.format).panel_bytes(job.num_columns);
+  }
+};
+
+bool has_row(const TakeRows& job, int64_t row) { return row >= 0 && row < job.num_matrix_rows; }
+
+// Decodes `count` rows from index `first` on, as far as the matrix has them.
+void decode_rows(const TakeRows& job, int64_t first, int64_t count, const Decoded& out) {
+  const auto* matrix = static_cast<const uint8_t*>(job.matrix);
+  const int64_t panel_bytes = geometry_of(job.format).panel_bytes(job.num_columns);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = job.rows[first + i] - job.first_row;
+    if (!has_row(job, row)) continue;
+    if (job.is_packed) {
+      decode_outputs(job.format, matrix + row / kPanelColumns * panel_bytes, job.num_columns,
+                     static_cast<int>(row % kPanelColumns), 1, out.rows + i * job.num_columns);
+    } else {
+      pack_blocks({job.format, matrix + row * job.row_stride, job.row_stride, 1, job.num_columns,
+                   out.panel, i, -1});
+    }
+  }
+  if (job.is_packed) return;
+  decode_outputs(job.format, out.panel, job.num_columns, 0, static_cast<int>(count), out.rows);
+}
+
+// Writes one row of the matrix; a row of zeros if the matrix has no such row. `decoded` is the row
+// of a matrix with a storage format.
 template <class E, class Out>
-void take_row(const TakeRows& job, int64_t row, Out* out) {
+void take_row(const TakeRows& job, int64_t row, const float* decoded, Out* out) {
   const int64_t width = job.num_columns;
   const auto converted = [](typename E::Stored value) {
     if constexpr (std::is_same_v<Out, typename E::Stored>) return value;
     else return E::widen_one(value);
   };
-  if (row < 0 || row >= job.num_matrix_rows) {
+  if (!has_row(job, row)) {
     std::fill_n(out, width, Out{});
+  } else if (job.format != Format::kDense) {
+    for (int64_t i = 0; i < width; ++i) out[i] = converted(E::narrow_one(decoded[i]));
   } else if (job.is_packed) {
     const uint32_t* words = static_cast<const uint32_t*>(job.matrix) +
                             row / kPanelColumns * groups_of<E>(width) * kPanelColumns +
@@ -54,11 +94,20 @@ void adjust_row(const TakeRows& job, int64_t index, typename E::Stored* out) {
 
 template <class E, class Out>
 void run_take_rows(const TakeRows& job, Workers& workers) {
-  workers.pool.run((job.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
-    const int64_t end = std::min(job.num_rows, (task + 1) * kRowsPerTask);
-    for (int64_t i = task * kRowsPerTask; i < end; ++i) {
+  const bool is_quantized = job.format != Format::kDense;
+  if (is_quantized) {
+    for (Scratch& own : workers.own) own.reserve(Decoded::num_bytes(job));
+  }
+  const int64_t num_tasks = (job.num_rows + kRowsPerTask - 1) / kRowsPerTask;
+  workers.pool.run(num_tasks, [&](int64_t task, int thread) {
+    const int64_t first = task * kRowsPerTask, end = std::min(job.num_rows, first + kRowsPerTask);
+    const auto memory = is_quantized ? workers.own[static_cast<size_t>(thread)].reserve(0) : nullptr;
+    const Decoded decoded(job, memory);
+    if (is_quantized) decode_rows(job, first, end - first, decoded);
+    for (int64_t i = first; i < end; ++i) {
       Out* out = static_cast<Out*>(job.out) + i * job.num_columns;
-      take_row<E>(job, job.rows[i] - job.first_row, out);
+      take_row<E>(job, job.rows[i] - job.first_row, decoded.rows + (i - first) * job.num_columns,
+                  out);
       if constexpr (std::is_same_v<Out, typename E::Stored>) adjust_row<E>(job, i, out);
     }
   });
