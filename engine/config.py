@@ -17,11 +17,11 @@ from baton.common.flags.values import (
 )
 from baton.common.model_files.named_models import default_model_name
 from engine.config_checks import (
-    bad_flag,
     check_choices,
     check_folder,
     check_numbers,
     check_ranges,
+    check_ranks,
 )
 from engine.speculative_config import SpeculativeConfig
 
@@ -37,6 +37,10 @@ __all__ = [
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = (
+    *("none", "int8", "int8-128", "int4", "int4-128"),
+    *("gguf", "gptq", "awq", "fp8", "compressed-tensors", "mxfp4"),
+)
 QUANTIZED_COMPUTE = ("exact", "fast")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8")
 KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8")
@@ -75,6 +79,13 @@ class EngineConfig:
         "auto",
         "auto reads the checkpoint's weights; dummy makes random weights from config.json alone",
         choices=("auto", "dummy"),
+    )
+    quantization: str = flag(
+        "none",
+        "round weights while they are loaded: int8 and int4 (int8-128, int4-128: a scale per 128 "
+        "inputs); the other names check how the checkpoint is quantized",
+        choices=QUANTIZATIONS,
+        aliases={"-q": None},
     )
     quantized_compute: str = flag(
         "exact",
@@ -311,22 +322,9 @@ class EngineConfig:
         check_choices(self)
         check_numbers(self)
         check_ranges(self)
-        self._check_ranks()
+        check_ranks(self)
         check_folder("turns_folder", self.turns_folder)
         check_folder("weights_folder", self.weights_folder)
-
-    def _check_ranks(self) -> None:
-        if not 0 <= self.node_rank < self.nnodes:
-            raise bad_flag("node_rank", self.node_rank, f"from 0 to --nnodes {self.nnodes} - 1")
-        if self.nnodes > 1 and self.num_ranks == 1:
-            raise bad_flag("nnodes", self.nnodes, "1 without --tensor-parallel-size")
-        if self.nnodes > 1 and self.distributed_executor_backend == "ray":
-            raise bad_flag("nnodes", self.nnodes, "1 with Ray, which chooses the machines")
-        if self.speculative_config is not None:
-            self.speculative_config.check_ranks(self.num_ranks)
-        if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
-            limit = "mp, ray or external_launcher with several processes"
-            raise bad_flag("distributed_executor_backend", "uni", limit)
 
     @property
     def max_running(self) -> int:

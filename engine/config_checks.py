@@ -15,6 +15,7 @@ __all__ = [
     "check_folder",
     "check_numbers",
     "check_ranges",
+    "check_ranks",
 ]
 
 _MAX_JSON_WHITESPACE = 256
@@ -96,6 +97,21 @@ def check_folder(name: str, path: str | None) -> None:
     if path is None or (path and os.access(path, os.W_OK | os.X_OK) and Path(path).is_dir()):
         return
     raise bad_flag(name, path, "an existing folder that this process may write to")
+
+
+def check_ranks(config: Any) -> None:
+    """Refuses numbers of ranks and machines that do not fit each other, or other flags."""
+    if not 0 <= config.node_rank < config.nnodes:
+        raise bad_flag("node_rank", config.node_rank, f"from 0 to --nnodes {config.nnodes} - 1")
+    if config.nnodes > 1 and config.num_ranks == 1:
+        raise bad_flag("nnodes", config.nnodes, "1 without --tensor-parallel-size")
+    if config.nnodes > 1 and config.distributed_executor_backend == "ray":
+        raise bad_flag("nnodes", config.nnodes, "1 with Ray, which chooses the machines")
+    if config.speculative_config is not None:
+        config.speculative_config.check_ranks(config.num_ranks)
+    if config.distributed_executor_backend == "uni" and config.num_ranks > 1:
+        limit = "mp, ray or external_launcher with several processes"
+        raise bad_flag("distributed_executor_backend", "uni", limit)
 
 
 def bad_flag(name: str, value: object, limit: str) -> ConfigurationError:

@@ -34,7 +34,7 @@ __all__ = [
 _SAME_FLAGS = (
     *("max_num_seqs", "max_num_batched_tokens"),
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
-    *("enforce_eager", "speculative_config", "quantized_compute"),
+    *("enforce_eager", "speculative_config", "quantization", "quantized_compute"),
 )
 _DRAW = DrawParams(SamplingParams(temperature=0.0), seed=0)
 

@@ -1,11 +1,18 @@
 """Models of quantized checkpoints: their tokens are those of `transformers` on the same weights."""
 
+import shutil
 from contextlib import closing
+from functools import partial
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import kernels
+from baton.common.errors import ConfigurationError
 from engine.runtime.weights.loader import load_model
-from tests.support.checkpoints import prompt_of, reference_greedy
+from kernels.formats import FORMATS
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.quantized_layers import KINDS, quantized_folders
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -49,3 +56,65 @@ def test_quantized_weights_are_not_computed_in_float16(stated, expected, tmp_pat
     folder, _ = quantized_folders("llama", KINDS["awq"], tmp_path, dtype=stated)
     model = load_model(str(folder), "auto", "cpu", progress=False, load_format="dummy")
     assert model.dtype == expected
+
+
+def _dense(folder, parent, rounded_to):
+    """Writes a checkpoint with the numbers to which its weights are rounded."""
+    written = parent / "rounded"
+    shutil.copytree(folder, written)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        is_head = name == "lm_head.weight"
+        if is_head or name.endswith("proj.weight"):
+            formats = (FORMATS[each] for each in (rounded_to, "INT4_32", "INT8"))
+            divides = [each for each in formats if tensor.shape[1] % (each.block or 1) == 0]
+            rounded = kernels.quantize_rows(tensor, FORMATS["INT8"] if is_head else divides[0])
+            tensors[name] = kernels.dequantize(rounded, torch.float32)
+    save_file(tensors, written / "model.safetensors", {"format": "pt"})
+    return written
+
+
+@pytest.mark.parametrize(
+    ("variant", "quantization", "rounded_to", "flags"),
+    [
+        ("llama", "int4", "INT4_32", {"tensor_parallel_size": 2}),  # 48 of 96 columns each
+        ("llama", "int8", "INT8", {}),
+        ("qwen3_moe", "int4-128", "INT4_128", {}),  # some experts have 40 columns
+    ],
+)
+def test_weights_are_rounded_while_they_are_loaded(
+    variant, quantization, rounded_to, flags, tmp_path
+):
+    folder, prompt = tiny_checkpoint(variant), prompt_of(30)
+    expected = reference_greedy(_dense(folder, tmp_path, rounded_to), prompt, _NUM_TOKENS)
+    assert _greedy(folder, prompt, quantization=quantization, **flags) == expected
+
+
+def test_random_weights_are_rounded_too(tmp_path):
+    (tmp_path / "config.json").write_text((tiny_checkpoint("llama") / "config.json").read_text())
+    load = partial(load_model, str(tmp_path), "float32", "cpu", progress=False, load_format="dummy")
+    plain, rounded = load(), load(quantization="int4")
+    assert plain.fingerprint != rounded.fingerprint
+    tables, layers = (
+        [getattr(model.model, name).weight.data for model in (plain, rounded)]
+        for name in ("embed_tokens", "lm_head")
+    )
+    assert torch.equal(*tables)
+    assert not torch.equal(*layers)
+
+
+@pytest.mark.parametrize(
+    ("form", "quantization", "problem"),
+    [
+        ("awq", "gptq", "--quantization is gptq; the weights of .* are stored as awq$"),
+        ("awq", "int8", "--quantization is int8; the weights of .* are stored as awq already"),
+        (None, "fp8", "--quantization is fp8; the weights of .* are not quantized"),
+    ],
+)
+def test_other_quantizations_than_the_stated_one_are_refused(form, quantization, problem, tmp_path):
+    folder = tiny_checkpoint("llama")
+    if form:
+        folder, _ = quantized_folders("llama", KINDS[form], tmp_path)
+        load_model(str(folder), "auto", "cpu", progress=False, quantization=form)
+    with pytest.raises(ConfigurationError, match=problem):
+        load_model(str(folder), "auto", "cpu", progress=False, quantization=quantization)

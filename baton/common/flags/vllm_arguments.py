@@ -29,7 +29,6 @@ class FixedArgument:
 
 _OWN_CODE = "models run Baton's own code"
 _ONE_FOLDER = "a model is read from one folder, GGUF file or Hub repository"
-_DTYPE = "models compute in `dtype`; quantized weights of GGUF files are dequantized when loaded"
 _GENERATES = "models generate text"
 _TEXT = "models read and write text"
 _NOT_BY_CONTEXT = "ranks divide a model's layers and heads, not the context"
@@ -72,8 +71,7 @@ FIXED_ARGUMENTS: Mapping[str, FixedArgument] = MappingProxyType(
         "structured_outputs_config": FixedArgument(
             "structured_outputs_backend and structured_outputs_max_whitespace state it", ({},)
         ),
-        "quantization": FixedArgument(_DTYPE, (), ("--quantization", "-q")),
-        "quantization_param_path": FixedArgument(_DTYPE),
+        "quantization_param_path": FixedArgument("scales of KV are measured as it is written"),
         "runner": FixedArgument(_GENERATES, ("auto", "generate")),
         "convert": FixedArgument(_GENERATES, ("auto", "none")),
         "task": FixedArgument(_GENERATES, ("auto", "generate")),

@@ -135,6 +135,7 @@ class Launcher:
             weights_folder=config.weights_folder,
             part=part,
             max_model_len=config.max_model_len,
+            quantization=config.quantization,
             quantized_compute=config.quantized_compute,
         )
         model = self._loaded.model.config

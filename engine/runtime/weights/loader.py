@@ -12,7 +12,7 @@ weights keep their format if kernels serve it (`format_plan`).
 config.json. It is for measuring speed, which does not depend on the weights' values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,13 @@ from engine.models.tensor_parts import StoredModule, TensorPart, WeightTarget, f
 from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
+from engine.runtime.weights.dummy_weights import draw_weights, dummy_fingerprint
 from engine.runtime.weights.format_plan import plan_formats
+from engine.runtime.weights.quantized.online import (
+    check_quantization,
+    online_formats,
+    read_part,
+)
 from engine.runtime.weights.safetensors_file import StoredTensor, locate_tensors
 from engine.runtime.weights.shared_weights import share_weights
 from engine.runtime.weights.stored_tensors import (
@@ -47,12 +53,11 @@ from engine.runtime.weights.stored_tensors import (
 )
 from engine.runtime.weights.weight_upload import upload
 from kernels.block_rows import BlockRows
+from kernels.formats import WeightFormat
 
 __all__ = [
     "LoadedModel",
     "allocate_modules",
-    "draw_weights",
-    "dummy_fingerprint",
     "layer_groups_of",
     "load_model",
 ]
@@ -61,8 +66,6 @@ _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
 _PIECE_ELEMENTS = 2**21  # eight mebibytes of float32
-_DUMMY_SEED = 0
-_DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps activations finite
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
 _Match = tuple[Path, str, str]
@@ -115,6 +118,7 @@ def load_model(
     weights_folder: str | None = None,
     part: ModelPart = WHOLE_MODEL,
     max_model_len: int | None = None,
+    quantization: str = "none",
     quantized_compute: str = "exact",
 ) -> LoadedModel:
     """Loads a model for inference.
@@ -130,6 +134,8 @@ def load_model(
         part: the part of the model that this process computes.
         max_model_len: the longest sequence that is served; None for the model's limit. Rotary
             embeddings that are scaled by LongRoPE depend on it.
+        quantization: the format to which weights are rounded, or how the checkpoint has to be
+            quantized: `EngineConfig.quantization`.
         quantized_compute: how quantized weights are computed where kernels can: "exact", as the
             dense weights of their numbers, or "fast", with inputs rounded to eight bits.
 
@@ -143,7 +149,11 @@ def load_model(
     described = DescribedModel.of(checkpoint, max_model_len)
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
-    open_file = _opener(checkpoint, described.config.quantization, weights_dtype)
+    scheme = described.config.quantization
+    is_gguf = isinstance(checkpoint.files, GgufFile)
+    kind = "gguf" if is_gguf else "" if scheme is None else scheme.kind.value
+    check_quantization(quantization, kind, path_or_name)
+    open_file = _opener(checkpoint, scheme, weights_dtype)
     entries = list(read_headers(checkpoint.weight_files, open_file))
     described = described.stored_as({entry.name for entry in entries})
     whole, stored = described.build(), None
@@ -159,25 +169,30 @@ def load_model(
     shapes = {name: parts[0].tensor_shape for name, parts in whole.checkpoint_tensors().items()}
     names = [] if stored is None else _match_tensors(model, stored, checkpoint)
     shares_weights = weights_folder is not None and device.type == "cpu"
-    is_fast = False
-    if stored is not None:
-        served = kernels.served_formats(device, weights_dtype)
-        is_fast = quantized_compute == "fast" and not served.fast.isdisjoint(stored.formats)
-        plan = plan_formats(model, stored.format_of, served, is_fast=is_fast)
-        plan.log(weights_dtype.itemsize)
+    rounding = online_formats(whole, quantization)
+    served = kernels.served_formats(device, weights_dtype)
+    formats = {*rounding.values(), *(stored.formats if stored is not None else ())}
+    is_fast = quantized_compute == "fast" and not served.fast.isdisjoint(formats)
+
+    def format_of(name: str) -> WeightFormat | None:
+        of_file = None if stored is None else stored.format_of(name)
+        return rounding.get(name, of_file)
+
+    plan_formats(model, format_of, served, is_fast=is_fast).log(weights_dtype.itemsize)
     weight_bytes = _allocate(model, weights_dtype, device, path_or_name)
     if device.type == "cpu":  # memory that is not yet written is not yet taken
         check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
-    if variant := f"{model.config.kv_variant}{'fast' if is_fast else ''}":
+    rounded = quantization if rounding else ""
+    if variant := f"{model.config.kv_variant}{'fast' if is_fast else ''}{rounded}":
         fingerprint = bytes(xxhash.xxh3_128_digest(fingerprint + variant.encode()))
 
     def fill() -> None:
         parts = model.checkpoint_tensors()
         if is_dummy:
-            draw_weights(parts, shapes, weights_dtype, device)
+            draw_weights(parts, shapes, weights_dtype, device, rounding)
         else:
-            _copy_weights(parts, names, open_file, device, progress=progress)
+            _copy_weights(parts, names, open_file, device, rounding, progress=progress)
 
     if weights_folder is not None and shares_weights:
         key = fingerprint + _part_text(part)
@@ -269,6 +284,7 @@ def _copy_weights(
     matches: list[_Match],
     open_file: OpenFile,
     device: torch.device,
+    rounding: Mapping[str, WeightFormat],
     *,
     progress: bool,
 ) -> None:
@@ -279,11 +295,12 @@ def _copy_weights(
         if (
             device.type in _UPLOADED_TO
             and open_file is open_safetensors
+            and not rounding
             and all(part.is_of_whole_rows for part in _all_parts(parts))
         ):
             upload(_stored(parts, matches), device, lambda target: bar.update(target.nbytes))
             return
-        for target, tensor in _read_parts(parts, matches, open_file):
+        for target, tensor in _read_parts(parts, matches, open_file, rounding):
             fill(target, tensor)
             bar.update(target.nbytes)
 
@@ -300,7 +317,10 @@ def _stored(parts: _Parts, matches: list[_Match]) -> list[tuple[StoredTensor, We
 
 
 def _read_parts(
-    parts: _Parts, matches: list[_Match], open_file: OpenFile
+    parts: _Parts,
+    matches: list[_Match],
+    open_file: OpenFile,
+    rounding: Mapping[str, WeightFormat],
 ) -> Iterator[tuple[WeightTarget, torch.Tensor | BlockRows]]:
     """Yields (target, its rows), file by file and piece by piece; only the parts are read."""
     for file in dict.fromkeys(match[0] for match in matches):
@@ -308,18 +328,18 @@ def _read_parts(
             for other_file, name, expected in matches:
                 if other_file == file:
                     for part in parts[expected]:
-                        yield from _read_part(tensors, name, part)
+                        yield from _read_part(tensors, name, part, rounding.get(expected))
 
 
 def _read_part(
-    tensors: Any, name: str, part: TensorPart
+    tensors: Any, name: str, part: TensorPart, rounded_to: WeightFormat | None
 ) -> Iterator[tuple[WeightTarget, torch.Tensor | BlockRows]]:
     if not part.cuts:
         yield part.target, tensors.get_tensor(name)
         return
     stored = tensors.get_slice(name)
     for piece in part.pieces(_PIECE_ELEMENTS):
-        yield piece.target, stored[piece.index]
+        yield piece.target, read_part(stored.__getitem__, piece, rounded_to)
 
 
 def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -> OpenFile:
@@ -334,42 +354,3 @@ def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -
 
     header = checkpoint.files.header
     return lambda file: GgufWeights(header, file, dtype)
-
-
-def draw_weights(
-    parts: Mapping[str, Sequence[TensorPart]],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Fills a model's weights: norms with ones, everything else with small normal numbers.
-
-    Processes that draw the same shapes on the same kind of device get the same numbers. Each
-    tensor is drawn in temporary memory, so memory for the largest one must be free.
-
-    Args:
-        parts: by checkpoint name, the parts to fill. Ranks get parts of the same tensors.
-        shapes: by name, of all tensors of the whole model.
-        dtype: type of the weights.
-        device: device of the weights.
-    """
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, shape in shapes.items():
-        if len(shape) == 1 and not name.endswith(".bias"):
-            numbers = torch.ones(shape, dtype=dtype, device=device)
-        else:
-            numbers = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-            numbers.mul_(_DUMMY_STANDARD_DEVIATION)
-        for part in parts.get(name, ()):
-            part.target.copy_(numbers[part.index])
-
-
-def dummy_fingerprint(checkpoint: Checkpoint, device: torch.device) -> bytes:
-    """Returns a digest of config.json and the kind of device, which determine the dummy weights.
-
-    Args:
-        checkpoint: the checkpoint, opened without its weights.
-        device: the device that draws the weights.
-    """
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return bytes(xxhash.xxh3_128_digest(checkpoint.fingerprint() + f"dummy\0{kind}".encode()))

@@ -46,6 +46,7 @@ def test_every_field_can_be_given(tmp_path):
         served_model_name="name",
         dtype="bfloat16",
         load_format="dummy",
+        quantization="int4-128",
         quantized_compute="fast",
         kv_cache_dtype="fp8_e4m3",
         device="cpu",
@@ -158,7 +159,8 @@ def test_the_model_may_be_the_first_argument():
         (["--max_num_batched_tokens", "4K"], "max_num_batched_tokens", 4096),
         (["-tp", "1", "--pipeline-parallel-size=1", "--data-parallel-size", "1"], "device", "auto"),
         (["--revision", "v2"], "model", "m@v2"),
-        (["--quantization", "none", "--no-trust-remote-code"], "device", "auto"),
+        (["--quantization", "none", "--no-trust-remote-code"], "quantization", "none"),
+        (["-q", "awq"], "quantization", "awq"),
     ],
 )
 def test_flags_of_vllm_mean_the_same(arguments, field, value):
@@ -170,10 +172,7 @@ def test_flags_of_vllm_mean_the_same(arguments, field, value):
     [
         (["--swap-space", "4"], "--swap-space: '4' has no unit; write 4GiB, or 4B for bytes"),
         (["--kv-offloading-size", "4GiB"], "--kv-offloading-size: '4GiB' is not a number of GiB"),
-        (
-            ["--quantization", "awq"],
-            "--quantization: 'awq' is not supported; it must be none: models",
-        ),
+        (["--quantization", "bitsandbytes"], "--quantization: invalid choice: 'bitsandbytes'"),
         (["-dp", "2"], "--data-parallel-size: '2' is not supported; it must be 1: a process has"),
         (["--download-dir", "x"], "the environment variable HF_HUB_CACHE names the folder"),
         (["--trust-remote-code"], "--trust-remote-code: Baton runs no code from checkpoints"),

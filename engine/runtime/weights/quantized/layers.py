@@ -16,19 +16,35 @@ __all__ = ["LayerTensors", "OpenFiles", "QuantizedLayer", "ordered_groups"]
 
 
 class OpenFiles:
-    """Safetensors files, each opened once until `close`."""
+    """Safetensors files, each opened once until `close`, and the tensors of one layer.
+
+    Rows of layers whose tensors are transposed are all over these: each is read once.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
+        self._layer, self._tensors = "", dict[str, torch.Tensor]()
 
     def __getitem__(self, file: Path) -> Any:
+        """Returns a file, with the methods of safetensors' `safe_open`."""
         if file not in self._files:
             self._files[file] = open_safetensors(file)
         return self._files[file]
 
+    def tensor(self, layer: str, entry: StoredEntry) -> torch.Tensor:
+        """Returns a tensor, and keeps it until one of another layer is read."""
+        if layer != self._layer:
+            self._layer, self._tensors = layer, {}
+        if entry.name not in self._tensors:
+            self._tensors[entry.name] = self[entry.file].get_tensor(entry.name)
+        return self._tensors[entry.name]
+
     def close(self) -> None:
         """Closes all files."""
+        for file in self._files.values():
+            file.__exit__(None, None, None)
         self._files.clear()
+        self._layer, self._tensors = "", {}
 
 
 class LayerTensors:
@@ -71,11 +87,13 @@ class LayerTensors:
         return shape
 
     def read(self, name: str, *index: slice) -> torch.Tensor:
-        """Reads a part of a tensor: a slice per axis; the whole tensor without any."""
+        """Reads a range of a tensor's first axis, or a part of it by a slice per axis; the whole
+        tensor without any.
+        """
         entry = self.entry(name)
-        file = self._files[entry.file]
-        stored: torch.Tensor
-        stored = file.get_slice(entry.name)[index] if index else file.get_tensor(entry.name)
+        if len(index) != 1:
+            return self._files.tensor(self.path, entry)[index]
+        stored: torch.Tensor = self._files[entry.file].get_slice(entry.name)[index]
         return stored
 
     def refuse(self, name: str, reason: str) -> ConfigurationError:

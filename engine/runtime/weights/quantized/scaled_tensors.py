@@ -21,7 +21,6 @@ from engine.runtime.weights.quantized.packed_words import BITS, read_groups
 
 __all__ = ["packed_layer", "scaled_layer"]
 
-_ALL = slice(None)
 _BLOCK = 128  # outputs, and inputs, that share a scale of 8-bit floats
 _NAN = 0x7F  # bits of e4m3 but for the sign
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -45,7 +44,7 @@ def packed_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
     kind = kinds[0]
 
     def codes(rows: slice) -> torch.Tensor:
-        return unpack_words(tensors.read("weight_packed", rows, _ALL), kind)[:, :num_columns]
+        return unpack_words(tensors.read("weight_packed", rows), kind)[:, :num_columns]
 
     return _layer(tensors, scheme, (num_rows, num_columns), kind, codes)
 
@@ -60,7 +59,7 @@ def scaled_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
     kind = CodeKind.INT8 if tensors.entry("weight").dtype == "I8" else CodeKind.FP8
 
     def codes(rows: slice) -> torch.Tensor:
-        stored = tensors.read("weight", rows, _ALL).view(torch.uint8)
+        stored = tensors.read("weight", rows).view(torch.uint8)
         if kind is CodeKind.INT8:
             return stored ^ 0x80  # from two's complement to zero points of 128
         if (stored & _NAN == _NAN).any():

@@ -57,7 +57,7 @@ def test_the_usual_arguments_are_accepted_if_they_ask_for_what_baton_does():
         ("tokenizer", "other", "tokenizer is 'other'; it must be 'm'"),
         ("trust_remote_code", True, "trust_remote_code is True; it must be False"),
         ("load_format", "bitsandbytes", "--load-format is 'bitsandbytes'"),
-        ("quantization", "awq", "quantization is 'awq'; it must be None"),
+        ("quantization", "hqq", "--quantization is 'hqq'; it must be one of none, int8"),
         ("enable_lora", True, "adapters"),
         ("tokenizer_mode", "mistral", "it must be 'auto' or 'hf'"),
         ("swap_space", 4, "swap_space: 4 has no unit; write it like '4GiB'"),
