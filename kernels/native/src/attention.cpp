@@ -4,11 +4,14 @@
 // one. Tiles begin at multiples of 128 of a sequence's positions, so a token's result depends
 // neither on the chunk it was computed in nor on other sequences.
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attention_plan.h"
 #include "cached_tokens.h"
 #include "commands.h"
+#include "lanes.h"
 #include "running_softmax.h"
 #include "tile.h"
 #include "tile_panels.h"
@@ -22,7 +25,9 @@ template <class E, class Kv>
 class UnitAttention {
  public:
   using Stored = typename E::Stored;
-  using Operand = typename E::Operand;
+  using Product = typename Kv::Product;
+  using Operand = typename Product::Operand;
+  static constexpr bool kIsInteger = std::is_same_v<Product, Int16>;
 
   // Without memory the object can only find tokens.
   UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit)
@@ -33,7 +38,7 @@ class UnitAttention {
         num_query_tokens_(unit.last - unit.first),
         group_heads_(unit.num_heads),
         num_rows_(num_query_tokens_ * group_heads_),
-        head_groups_(groups_of<E>(job.head_dim)),
+        head_groups_(key_groups<Kv>(job.head_dim)),
         width_(round_up(job.value_dim, kPanelColumns)) {}
 
   UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory)
@@ -42,11 +47,11 @@ class UnitAttention {
   }
 
   int64_t memory_bytes() const {
-    return 4 * (num_rows_ * (width_ + 1 + kLanes) + kTileTokens * width_ +
+    return 4 * (num_rows_ * (width_ + 2 + kLanes) + kTileTokens * width_ +
                 kTileTokens * head_groups_ + kTileRows * kTileTokens) +
            static_cast<int64_t>(sizeof(Operand)) *
                (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
-           64 * 8;
+           64 * 9;
   }
 
   void find_first_tile(TileTokens<Kv>& tokens) const { find(first_tile(), tokens); }
@@ -74,7 +79,7 @@ class UnitAttention {
   }
 
  private:
-  static constexpr int64_t kTokenGroups = kTileTokens / E::kGroup;
+  static constexpr int64_t kTokenGroups = kTileTokens / Product::kGroup;
 
   // Tokens [first, last) of the unit, which attend to [low, end) of one block table.
   struct Part {
@@ -132,6 +137,7 @@ class UnitAttention {
       free += round_up(count * static_cast<int64_t>(sizeof *pointer), 64);
     };
     take(queries_, num_rows_ * head_groups_);
+    take(query_factors_, num_rows_);
     take(outputs_, num_rows_ * width_);
     take(softmax_.maxima, num_rows_);
     take(softmax_.sums, num_rows_ * kLanes);
@@ -167,11 +173,33 @@ class UnitAttention {
         const Stored* from = static_cast<const Stored*>(job_.query) +
                              token_of(first + row) * job_.query_stride +
                              head_of(first + row) * job_.head_dim;
-        for (int64_t group = 0; group < head_groups_; ++group) {
-          operands[group * rows + row] = E::operand(from + group * E::kGroup);
+        if constexpr (kIsInteger) {
+          query_factors_[first + row] = pack_integers(from, rows, operands + row);
+        } else {
+          for (int64_t group = 0; group < head_groups_; ++group) {
+            operands[group * rows + row] = E::operand(from + group * E::kGroup);
+          }
         }
       }
     }
+  }
+
+  // Rounds a query to operands, `rows` apart, in the order of IntegerKv; returns their factor.
+  float pack_integers(const Stored* query, int rows, Operand* operands) const {
+    Masks largest{};
+    for (int64_t i = 0; i < job_.head_dim; i += kLanes) {
+      largest = larger_magnitudes(largest, read_lanes<E>(query + i, job_.head_dim - i));
+    }
+    const float factor = Int16::factor_of(largest_lane(largest)), scaling = 1.0f / factor;
+    const auto element = [&](int64_t i) -> Operand {
+      const float value = i < job_.head_dim ? E::widen_one(query[i]) * scaling : 0.0f;
+      return static_cast<uint16_t>(static_cast<int64_t>(std::nearbyint(value)));
+    };
+    for (int64_t group = 0; group < head_groups_; ++group) {
+      const int64_t i = group / 2 * 4 + group % 2;
+      operands[group * rows] = element(i) | element(i + 2) << 16;
+    }
+    return factor;
   }
 
   void meet(const Tile& tile, const TileTokens<Kv>& tokens) {
@@ -191,20 +219,20 @@ class UnitAttention {
   void meet_few(int64_t tile, int64_t first, int rows, int64_t num_tokens,
                 const TileTokens<Kv>& tokens) {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys<E>(tokens, token, num_tokens, job_.head_dim, keys_);
+      pack_keys(tokens, token, num_tokens, job_.head_dim, keys_);
       score(first, rows, token, keys_);
     }
     attend(tile, first, rows, num_tokens, tokens, [&](int64_t column) {
-      return CachedValues<E, Kv>(tokens, num_tokens, column);
+      return CachedValues<Kv>(tokens, num_tokens, column);
     });
   }
 
   void meet_many(int64_t tile, int64_t first, int64_t last, int64_t num_tokens,
                  const TileTokens<Kv>& tokens) {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys<E>(tokens, token, num_tokens, job_.head_dim, keys_ + token * head_groups_);
+      pack_keys(tokens, token, num_tokens, job_.head_dim, keys_ + token * head_groups_);
     }
-    pack_values<E>(tokens, num_tokens, job_.value_dim, values_);
+    pack_values(tokens, num_tokens, job_.value_dim, values_);
     for (int64_t row = first; row < last; row += kTileRows) {
       const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, last - row));
       const int64_t num_seen = std::min(num_tokens, position_of(row + rows - 1) + 1 - tile);
@@ -213,15 +241,15 @@ class UnitAttention {
         score(row, rows, token, keys_ + token * head_groups_);
       }
       attend(tile, row, rows, num_seen, tokens, [&](int64_t column) {
-        return PackedPanel<E>(values_ + column * kTokenGroups);
+        return PackedPanel<Product>(values_ + column * kTokenGroups);
       });
     }
   }
 
   // scores_ of rows [first, first + rows) and the panel of tokens from `token` on.
   void score(int64_t first, int rows, int64_t token, const uint32_t* panel) {
-    tile_function<E, PackedPanel<E>, kPackedRows, 1>(rows)(
-        queries_ + first * head_groups_, PackedPanel<E>(panel), head_groups_, scores_ + token,
+    tile_function<Product, PackedPanel<Product>, kPackedRows, 1>(rows)(
+        queries_ + first * head_groups_, PackedPanel<Product>(panel), head_groups_, scores_ + token,
         kTileTokens, nullptr);
   }
 
@@ -236,7 +264,7 @@ class UnitAttention {
     const int64_t width = round_up(num_tokens, kLanes);
     const float* value_factors = nullptr;
     if constexpr (Kv::kHasFactors) {
-      scale_scores(rows, width, tokens.key_factors(), scores_);
+      scale_scores<Product>(rows, width, tokens.key_factors(), query_factors_ + first, scores_);
       value_factors = tokens.value_factors();
     }
     auto scale = static_cast<float>(job_.scale);
@@ -244,14 +272,34 @@ class UnitAttention {
       cap_scores(rows, width, scale, static_cast<float>(job_.soft_cap), scores_);
       scale = 1.0f;
     }
-    alignas(64) float factors[kLanes];
+    alignas(64) float factors[kLanes], shares[kLanes];
     softmax_.weigh(first, rows, width, scale * kLog2E, range_of, value_factors, scores_, weights_,
-                   factors);
+                   factors, shares);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       const auto panel = values_at(column);
-      tile_function<E, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows)(
-          weights_, panel, groups_of<E>(num_tokens), outputs_ + first * width_ + column, width_,
-          factors);
+      const auto multiply =
+          tile_function<Product, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows);
+      const int64_t num_groups = groups_of<Product>(num_tokens);
+      float* outputs = outputs_ + first * width_ + column;
+      if constexpr (kIsInteger) {
+        alignas(64) float sums[kTileRows * kPanelColumns];
+        multiply(weights_, panel, num_groups, sums, kPanelColumns, nullptr);
+        add_integers(rows, sums, factors, shares, outputs);
+      } else {
+        multiply(weights_, panel, num_groups, outputs, width_, factors);
+      }
+    }
+  }
+
+  // outputs[r] = outputs[r] * factors[r] + sums[r] * shares[r], of integer sums [rows][32]
+  void add_integers(int rows, const float* sums, const float* factors, const float* shares,
+                    float* outputs) const {
+    for (int row = 0; row < rows; ++row, outputs += width_) {
+      for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+        const Masks sum = load<Masks>(sums + row * kPanelColumns + i);
+        const Floats added = __builtin_convertvector(sum, Floats) * broadcast(shares[row]);
+        store(outputs + i, load<Floats>(outputs + i) * broadcast(factors[row]) + added);
+      }
     }
   }
 
@@ -278,8 +326,9 @@ class UnitAttention {
   const int64_t head_groups_;  // of one head's elements
   const int64_t width_;        // value_dim in whole panels
   Operand* queries_;
+  float* query_factors_;  // of queries that are integers
   float* outputs_;  // [rows][width]
-  RunningSoftmax<E> softmax_;
+  RunningSoftmax<Product> softmax_;
   uint32_t* keys_;    // [kTileTokens / 32][head groups][32]
   uint32_t* values_;  // [width / 32][kTokenGroups][32]
   float* scores_;     // [kTileRows][kTileTokens]

@@ -8,7 +8,7 @@
 
 namespace baton {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 // Elements of two vectors of 32 in turn: 0, 32, 1, 33 ...
 struct InTurn {
   alignas(64) uint16_t places[64];

@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "commands.h"
 #include "element.h"
+#include "integer_operands.h"
+#include "tile.h"
 
 namespace baton {
 
@@ -60,15 +63,18 @@ struct Int8 {
   static constexpr float kLargest = 127.0f;
 
   static Floats widen(const uint8_t* from) {
+    return __builtin_convertvector(integers(from), Floats);
+  }
+
+  // kLanes adjacent elements.
+  static Masks integers(const uint8_t* from) {
 // GCC would convert each element.
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+    return (Masks)_mm512_cvtepi8_epi32(load<__m128i>(from));
 #elif defined(__AVX2__)
-    const __m128i octets = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(octets));
+    return (Masks)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
-    const Masks whole = __builtin_convertvector(load<SignedOctets>(from), Masks);
-    return __builtin_convertvector(whole, Floats);
+    return __builtin_convertvector(load<SignedOctets>(from), Masks);
 #endif
   }
 
@@ -82,10 +88,14 @@ struct Int8 {
 template <class E>
 struct SameKv {
   using Element = typename E::Stored;
+  using Product = E;
+  static constexpr int kWordElements = E::kGroup;
   static constexpr bool kHasFactors = false;
 
-  // Words of groups of E: as many adjacent elements as fill a vector.
+  // kLanes words of kWordElements adjacent elements each.
   static Words words(const Element* from) { return load<Words>(from); }
+  // Stores the groups of a word of each of kLanes tokens.
+  static void store_groups(uint32_t* to, Words words) { store(to, words); }
   // See `E::interleave`.
   static void interleave(const Element* even, const Element* odd, typename E::Columns& first,
                          typename E::Columns& second) {
@@ -106,6 +116,9 @@ struct SameKv {
 template <class E, class T>
 struct NarrowKv {
   using Element = uint8_t;
+  using Type = T;
+  using Product = E;
+  static constexpr int kWordElements = E::kGroup;
   static constexpr bool kHasFactors = true;
 
   static Words words(const Element* from) {
@@ -115,6 +128,7 @@ struct NarrowKv {
       return E::adjacent_words(T::widen(from), T::widen(from + kLanes));
     }
   }
+  static void store_groups(uint32_t* to, Words words) { store(to, words); }
   static void interleave(const Element* even, const Element* odd, typename E::Columns& first,
                          typename E::Columns& second) {
     first = E::columns(T::widen(even), T::widen(odd));
@@ -129,13 +143,55 @@ struct NarrowKv {
   }
 };
 
+// Elements of int8, multiplied as integers.
+struct IntegerKv {
+  using Element = uint8_t;
+  using Type = Int8;
+  using Product = Int16;
+  static constexpr int kWordElements = 4;
+  static constexpr bool kHasFactors = true;
+
+  static Words words(const Element* from) { return load<Words>(from); }
+  // The groups are elements 0 and 2, and 1 and 3: exact sums have no order.
+  static void store_groups(uint32_t* to, Words words) {
+    typedef int16_t Pairs __attribute__((vector_size(kLanes * 4)));
+    store(to, (Pairs)words << 8 >> 8);
+    store(to + kPanelColumns, (Pairs)words >> 8);
+  }
+  static void interleave(const Element* even, const Element* odd, Int16::Columns& first,
+                         Int16::Columns& second) {
+#if defined(__AVX512F__)
+    const __m512i a = _mm512_cvtepi8_epi16(load<__m256i>(even));
+    const __m512i b = _mm512_cvtepi8_epi16(load<__m256i>(odd));
+    first.pairs = (Words)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places), b);
+    second.pairs = (Words)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places + 32), b);
+#elif defined(__AVX2__)
+    const __m256i a = _mm256_cvtepi8_epi16(load<__m128i>(even));
+    const __m256i b = _mm256_cvtepi8_epi16(load<__m128i>(odd));
+    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+    first.pairs = (Words)_mm256_permute2x128_si256(low, high, 0x20);
+    second.pairs = (Words)_mm256_permute2x128_si256(low, high, 0x31);
+#else
+    first.pairs = group_words(even, odd);
+    second.pairs = group_words(even + kLanes, odd + kLanes);
+#endif
+  }
+  static Words group_words(const Element* even, const Element* odd) {
+    return ((Words)Int8::integers(even) & 0xFFFF) | (Words)Int8::integers(odd) << 16;
+  }
+};
+
 // Calls body(Kv{}) with the elements of a cache that steps of the type E use.
 template <class E, class Body>
 void with_cache_type(CacheType type, const Body& body) {
   switch (type) {
     case CacheType::kSame: return body(SameKv<E>{});
     case CacheType::kFloat8: return body(NarrowKv<E, Float8>{});
-    case CacheType::kInt8: return body(NarrowKv<E, Int8>{});
+    case CacheType::kInt8: {
+      // 16 bits are not enough for float32.
+      using Kv = std::conditional_t<E::kGroup == 1, NarrowKv<E, Int8>, IntegerKv>;
+      return body(Kv{});
+    }
   }
 }
 

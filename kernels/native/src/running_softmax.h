@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attention_plan.h"
+#include "integer_operands.h"
 #include "tile.h"
 
 namespace baton {
@@ -40,11 +42,18 @@ inline Floats larger_scores(const AttendedRange& attended, int64_t width, float*
   return best;
 }
 
-// Multiplies the first `width` of a tile's scores [rows][kTileTokens] by the factors of its keys.
-inline void scale_scores(int rows, int64_t width, const float* key_factors, float* scores) {
+// Multiplies the first `width` of a tile's scores [rows][kTileTokens], which may be integers, by the
+// factors of its keys and of rows.
+template <class P>
+void scale_scores(int rows, int64_t width, const float* key_factors, const float* row_factors,
+                  float* scores) {
   for (int row = 0; row < rows; ++row, scores += kTileTokens) {
     for (int64_t i = 0; i < width; i += kLanes) {
-      store(scores + i, load<Floats>(scores + i) * load<Floats>(key_factors + i));
+      Floats score = load<Floats>(scores + i);
+      if constexpr (std::is_same_v<P, Int16>) {
+        score = __builtin_convertvector((Masks)score, Floats) * broadcast(row_factors[row]);
+      }
+      store(scores + i, score * load<Floats>(key_factors + i));
     }
   }
 }
@@ -59,7 +68,7 @@ inline void cap_scores(int rows, int64_t width, float scale, float cap, float* s
 }
 
 // The sums of rows so far. Scores are scaled to base 2.
-template <class E>
+template <class P>
 struct RunningSoftmax {
   float* maxima;  // [rows]
   float* sums;    // [rows][kLanes]: partial sums of the weights
@@ -79,10 +88,11 @@ struct RunningSoftmax {
   // operands, for rows from `first` on; factors[r] rescales the sums of row r to its new maximum.
   // range_of(r): what row r attends to.
   // value_factors: of the tile's tokens, by which the operands are multiplied; or null.
+  // shares: factors of rows of operands that are integers.
   template <class RangeOf>
   void weigh(int64_t first, int rows, int64_t width, float scale, const RangeOf& range_of,
-             const float* value_factors, float* scores, typename E::Operand* weights,
-             float* factors) {
+             const float* value_factors, float* scores, typename P::Operand* weights,
+             float* factors, float* shares) {
     Floats largest[kTileRows];
     for (int row = 0; row < rows; ++row) {
       largest[row] = larger_scores(range_of(first + row), width, scores + row * kTileTokens);
@@ -96,13 +106,28 @@ struct RunningSoftmax {
     std::copy_n(tops, rows, maxima + first);
     for (int row = 0; row < rows; ++row) {
       Floats total{};
+      Masks largest_bits{};
+      typename P::Operand* operands = weights + row * (kTileTokens / P::kGroup);
       for (int64_t i = 0; i < width; i += kLanes) {
         const Floats score = load<Floats>(scores + row * kTileTokens + i);
         const Floats weight = exp2_of_negative(score * broadcast(scale) - broadcast(tops[row]));
         total += weight;
         const Floats operand =
             value_factors ? weight * load<Floats>(value_factors + i) : weight;
-        E::store_operands(weights + row * (kTileTokens / E::kGroup), i, operand);
+        if constexpr (std::is_same_v<P, Int16>) {
+          store(scores + row * kTileTokens + i, operand);
+          largest_bits = larger_magnitudes(largest_bits, operand);
+        } else {
+          P::store_operands(operands, i, operand);
+        }
+      }
+      if constexpr (std::is_same_v<P, Int16>) {
+        shares[row] = Int16::factor_of(largest_lane(largest_bits));
+        const Floats scaling = broadcast(1.0f / shares[row]);
+        for (int64_t i = 0; i < width; i += kLanes) {
+          const Floats operand = load<Floats>(scores + row * kTileTokens + i);
+          P::store_operands(operands, i, operand * scaling);
+        }
       }
       float* sum = sums + (first + row) * kLanes;
       store(sum, load<Floats>(sum) * broadcast(factors[row]) + total);

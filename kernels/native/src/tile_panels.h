@@ -11,38 +11,44 @@ inline void fetch(const T* line) {
   __builtin_prefetch(line, 0, 2);
 }
 
-// kLanes words of groups of E, of which the first `num_elements` elements are stored; the others
-// are 0.
-template <class E, class Kv>
+// kLanes words of adjacent elements, of which the first `num_elements` are stored; the others are 0.
+template <class Kv>
 inline __attribute__((always_inline)) Words key_words(const typename Kv::Element* from,
                                                       int64_t num_elements) {
-  constexpr int64_t kElements = kLanes * E::kGroup;
+  constexpr int64_t kElements = kLanes * Kv::kWordElements;
   if (num_elements >= kElements) return Kv::words(from);
   typename Kv::Element elements[kElements] = {};
   std::memcpy(elements, from, static_cast<size_t>(num_elements) * sizeof *from);
   return Kv::words(elements);
 }
 
-// The words from `group` on, of which `num_elements` elements are stored, of kLanes tokens.
-template <class E, class Kv>
+// Groups of one head's elements.
+template <class Kv>
+constexpr int64_t key_groups(int64_t num_elements) {
+  return round_up(num_elements, Kv::kWordElements) / Kv::Product::kGroup;
+}
+
+// K of kLanes tokens from `element` on, of which `num_elements` are stored: [groups][32].
+template <class Kv>
 inline __attribute__((always_inline)) void pack_square(const CachedToken<Kv>* tokens,
-                                                       int64_t group, int64_t num_elements,
+                                                       int64_t element, int64_t num_elements,
                                                        uint32_t* to) {
   Words square[kLanes];
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes; ++lane) {
-    square[lane] = key_words<E, Kv>(tokens[lane].key + group * E::kGroup, num_elements);
+    square[lane] = key_words<Kv>(tokens[lane].key + element, num_elements);
   }
   transpose(square);
-  const int64_t num_groups = groups_of<E>(num_elements);
-  for (int64_t i = 0; i < num_groups; ++i) store(to + i * kPanelColumns, square[i]);
+  constexpr int64_t kStride = Kv::kWordElements / Kv::Product::kGroup * kPanelColumns;
+  const int64_t num_words = (num_elements + Kv::kWordElements - 1) / Kv::kWordElements;
+  for (int64_t i = 0; i < num_words; ++i) Kv::store_groups(to + i * kStride, square[i]);
 }
 
 // K of 32 tokens, from `first` on, of a tile that ends after `num_tokens`: [head groups][32].
-template <class E, class Kv>
+template <class Kv>
 void pack_keys(const TileTokens<Kv>& tokens, int64_t first, int64_t num_tokens, int64_t head_dim,
                uint32_t* panel) {
-  constexpr int64_t kElements = kLanes * E::kGroup;
+  constexpr int64_t kElements = kLanes * Kv::kWordElements;
   const int64_t end = std::min(first + kPanelColumns, num_tokens);
   const int64_t num_fetched = kLanes * tokens.num_fetched(round_up(num_tokens, kLanes));
   for (; first < end; first += kLanes, panel += kLanes) {
@@ -50,12 +56,11 @@ void pack_keys(const TileTokens<Kv>& tokens, int64_t first, int64_t num_tokens, 
     for (int64_t element = 0; element < head_dim; element += kElements) {
       for (int64_t i = 0; i < num_fetched; ++i) fetch(next[i].key + element);
       const CachedToken<Kv>* now = tokens.now() + first;
-      const int64_t group = element / E::kGroup;
-      uint32_t* to = panel + group * kPanelColumns;
+      uint32_t* to = panel + key_groups<Kv>(element) * kPanelColumns;
       if (element + kElements <= head_dim) {
-        pack_square<E, Kv>(now, group, kElements, to);
+        pack_square<Kv>(now, element, kElements, to);
       } else {
-        pack_square<E, Kv>(now, group, head_dim - element, to);
+        pack_square<Kv>(now, element, head_dim - element, to);
       }
     }
   }
@@ -63,11 +68,11 @@ void pack_keys(const TileTokens<Kv>& tokens, int64_t first, int64_t num_tokens, 
 
 // One vector of the words that V of a group of tokens makes, by column of the head, of which the
 // first `count` are stored; the others are 0.
-template <class E, class Kv>
+template <class Kv>
 inline __attribute__((always_inline)) Words value_words(const CachedToken<Kv>* tokens,
                                                         int64_t column, int64_t count) {
   const auto* even = tokens[0].value + column;
-  const auto* odd = tokens[E::kGroup - 1].value + column;
+  const auto* odd = tokens[Kv::Product::kGroup - 1].value + column;
   if (count >= kLanes) return Kv::group_words(even, odd);
   typename Kv::Element rows[2][kLanes] = {};
   std::memcpy(rows[0], even, static_cast<size_t>(count) * sizeof *even);
@@ -76,19 +81,19 @@ inline __attribute__((always_inline)) Words value_words(const CachedToken<Kv>* t
 }
 
 // V of a tile's first tokens: [value_dim / 32][kTileTokens / kGroup][32], zero past value_dim.
-template <class E, class Kv>
+template <class Kv>
 void pack_values(const TileTokens<Kv>& tokens, int64_t num_tokens, int64_t value_dim,
                  uint32_t* panels) {
   constexpr int64_t kLine = 64 / sizeof(typename Kv::Element);
-  const int64_t num_fetched = E::kGroup * tokens.num_fetched(round_up(num_tokens, E::kGroup));
+  const int64_t num_fetched = Kv::Product::kGroup * tokens.num_fetched(round_up(num_tokens, Kv::Product::kGroup));
   const CachedToken<Kv>* now = tokens.now();
   const CachedToken<Kv>* next = tokens.next();
-  for (int64_t group = 0; group * E::kGroup < num_tokens; ++group, now += E::kGroup) {
+  for (int64_t group = 0; group * Kv::Product::kGroup < num_tokens; ++group, now += Kv::Product::kGroup) {
     for (int64_t column = 0; column < round_up(value_dim, kPanelColumns); column += kLanes) {
       uint32_t* to = panels + column % kPanelColumns +
-                     (column / kPanelColumns * (kTileTokens / E::kGroup) + group) * kPanelColumns;
+                     (column / kPanelColumns * (kTileTokens / Kv::Product::kGroup) + group) * kPanelColumns;
       const int64_t count = std::max<int64_t>(0, value_dim - column);
-      store(to, value_words<E, Kv>(now, column, count));
+      store(to, value_words<Kv>(now, column, count));
     }
     for (int64_t i = 0; i < num_fetched; ++i, ++next) {
       for (int64_t element = 0; element < value_dim; element += kLine) fetch(next->value + element);
@@ -98,13 +103,13 @@ void pack_values(const TileTokens<Kv>& tokens, int64_t num_tokens, int64_t value
 
 // A panel of V that is read from the cache without packing, which is faster if few rows use it.
 // The width of V must be a whole number of panels.
-template <class E, class Kv>
+template <class Kv>
 class CachedValues {
  public:
   CachedValues(const TileTokens<Kv>& tokens, int64_t num_tokens, int64_t column)
       : now_(tokens.now()),
         next_(tokens.next()),
-        num_fetched_(E::kGroup * tokens.num_fetched(round_up(num_tokens, E::kGroup))),
+        num_fetched_(Kv::Product::kGroup * tokens.num_fetched(round_up(num_tokens, Kv::Product::kGroup))),
         column_(column) {}
 
   CachedValues from_column(int column) const {
@@ -115,14 +120,14 @@ class CachedValues {
 
   // The same as `PackedPanel::next`.
   template <int vectors>
-  void next(typename E::Columns (&columns)[vectors]) {
+  void next(typename Kv::Product::Columns (&columns)[vectors]) {
     const auto* even = now_[0].value + column_;
-    const auto* odd = now_[E::kGroup - 1].value + column_;
+    const auto* odd = now_[Kv::Product::kGroup - 1].value + column_;
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v += 2) {
       Kv::interleave(even + v * kLanes, odd + v * kLanes, columns[v], columns[v + 1]);
     }
-    now_ += E::kGroup;
+    now_ += Kv::Product::kGroup;
     for (int64_t i = 0; i < num_fetched_; ++i, ++next_) fetch(next_->value + column_);
   }
 

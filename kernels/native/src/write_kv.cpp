@@ -46,14 +46,9 @@ void prepare_head(const RotateAndWriteKv& job, int64_t token, typename E::Stored
 // The largest magnitude of a vector; infinity or NaN if it is not finite.
 template <class Values>
 float largest_of(int64_t size, const Values& values) {
-  // Bits of magnitudes are ordered as integers, infinity and NaN above all numbers.
   Masks largest{};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Masks bits = (Masks)values(i) & 0x7FFFFFFF;
-    largest = bits > largest ? bits : largest;
-  }
-  int32_t bits = 0;
-  for (int lane = 0; lane < kLanes; ++lane) bits = std::max(bits, largest[lane]);
+  for (int64_t i = 0; i < size; i += kLanes) largest = larger_magnitudes(largest, values(i));
+  const int32_t bits = largest_lane(largest);
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -82,21 +77,19 @@ struct Place {
 };
 
 // Writes a vector of the step's type, which is multiplied by `scale` and rounded, if that is not 1.
-template <class E>
+template <class E, class Kv>
 void write_vector(const typename E::Stored* vector, int64_t size, float scale,
-                  const Place<SameKv<E>>& place) {
-  std::memcpy(place.elements, vector, static_cast<size_t>(size) * sizeof *vector);
-  if (scale != 1.0f) scale_row<E>(place.elements, size, scale);
-}
-
-template <class E, class T>
-void write_vector(const typename E::Stored* vector, int64_t size, float scale,
-                  const Place<NarrowKv<E, T>>& place) {
-  const auto values = [=](int64_t i) {
-    const Floats lanes = read_lanes<E>(vector + i, size - i);
-    return scale == 1.0f ? lanes : rounded<E>(lanes * broadcast(scale));
-  };
-  write_narrow<T>(size, values, place.elements, place.factor);
+                  const Place<Kv>& place) {
+  if constexpr (Kv::kHasFactors) {
+    const auto values = [=](int64_t i) {
+      const Floats lanes = read_lanes<E>(vector + i, size - i);
+      return scale == 1.0f ? lanes : rounded<E>(lanes * broadcast(scale));
+    };
+    write_narrow<typename Kv::Type>(size, values, place.elements, place.factor);
+  } else {
+    std::memcpy(place.elements, vector, static_cast<size_t>(size) * sizeof *vector);
+    if (scale != 1.0f) scale_row<E>(place.elements, size, scale);
+  }
 }
 
 template <class E, class Kv>
@@ -122,9 +115,9 @@ void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
     const auto* value_head = value + head * job.head_dim;
     const float scale =
         job.norms_values ? norm_factor<E>(value_head, job.head_dim, job.eps) : 1.0f;
-    write_vector(value_head, job.head_dim, scale, value_place);
+    write_vector<E>(value_head, job.head_dim, scale, value_place);
     prepare_head<E>(job, token, key + head * job.head_dim, job.key_norm);
-    write_vector(key + head * job.head_dim, job.head_dim, 1.0f, key_place);
+    write_vector<E>(key + head * job.head_dim, job.head_dim, 1.0f, key_place);
   }
 }
 
@@ -146,7 +139,7 @@ void rotate_and_write_token(const RotateAndWriteLatent& job, int64_t token) {
   const Place<Kv> place{static_cast<typename Kv::Element*>(job.cache) +
                             block * job.block_stride + offset * job.slot_stride,
                         job.factors + block * job.factor_block_stride + offset};
-  write_vector(latent, job.latent_dim + 2 * job.rotary_half, 1.0f, place);
+  write_vector<E>(latent, job.latent_dim + 2 * job.rotary_half, 1.0f, place);
 }
 
 template <class E, class Job>
