@@ -87,7 +87,8 @@ def launch_of(engine: str, setting: Setting) -> Launch:
     Raises:
         ConfigurationError: the engine is unknown, or is not measured on the device.
         NotMeasurableError: its environment, or a library, is missing, it does not read the model's
-            files, or the run is held to an instruction set and the engine cannot be.
+            files and they cannot be exported, or the run is held to an instruction set and the
+            engine cannot be.
     """
     entry = _entry(engine)
     if setting.device not in entry.devices:
@@ -103,7 +104,7 @@ def launch_of(engine: str, setting: Setting) -> Launch:
         python = Path(sys.executable) if home is None else peer_python(home, setting)
         model = entry.prepare(setting)
     except NotMeasurableError as error:
-        raise NotMeasurableError(f"{engine} is not installed: {error.message}") from None
+        raise NotMeasurableError(f"{engine}: {error.message}") from None
     command = (
         *(str(python), str(_WORKERS / f"{entry.worker}.py"), str(model)),
         *("--num-threads", str(setting.num_threads), "--dtype", dtype),
