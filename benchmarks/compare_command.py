@@ -14,7 +14,7 @@ from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
-from benchmarks.peers.catalogue import ENGINES, GGUF_FORMS, baton_of
+from benchmarks.peers.catalogue import BATON, ENGINES, SERVED_FORMS
 from benchmarks.peers.comparison import compare, summarize
 from benchmarks.peers.environments import PEERS_FOLDER, Setting
 from benchmarks.peers.served_files import as_quantized_gguf, compared_model
@@ -122,16 +122,15 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
 
 
 def _shapes(engines: Collection[str], setting: Setting) -> dict[str, ModelShape]:
-    """Returns the model's size in each form that Baton served; an empty form for the model."""
+    """Returns the size of the model that each of Baton's entries served, by the entry's name."""
     from benchmarks.model_shape import read_shape
 
-    files = {"": setting.model} | {
-        form: as_quantized_gguf(setting, form) for form in GGUF_FORMS if baton_of(form) in engines
-    }
-    return {
-        form: read_shape(EngineConfig(model=str(file), dtype="bfloat16"))[0]
-        for form, file in files.items()
-    }
+    shapes = {}
+    for name, form in SERVED_FORMS.items():
+        if name in engines or name == BATON:
+            file = as_quantized_gguf(setting, form) if form else setting.model
+            shapes[name], _ = read_shape(EngineConfig(model=str(file), dtype="bfloat16"))
+    return shapes
 
 
 def _measure_split(setting: Setting, vocab_size: int, repeats: int) -> dict[str, Any]:
@@ -200,11 +199,11 @@ def _print_split(split: dict[str, Any]) -> None:
 
 
 def _figure_row(entry: dict[str, Any], engines: Sequence[str]) -> Sequence[str]:
-    parts = {"": entry, **entry["by_form"]}
-    floors = [_of_form(form, f"{part['floor']:.1f}") for form, part in parts.items()]
+    parts = {"": entry, **entry["others"]}
+    floors = [f"{name} {part['floor']:.1f}".strip() for name, part in parts.items()]
     ratios = [
-        _of_form(form, f"{part['baton_to_best_peer']:.2f} ({part['best_peer']})")
-        for form, part in parts.items()
+        f"{name} {part['baton_to_best_peer']:.2f} ({part['best_peer']})".strip()
+        for name, part in parts.items()
         if "best_peer" in part
     ]
     return (
@@ -214,11 +213,6 @@ def _figure_row(entry: dict[str, Any], engines: Sequence[str]) -> Sequence[str]:
         "; ".join(floors),
         "; ".join(ratios),
     )
-
-
-def _of_form(form: str, text: str) -> str:
-    """Returns a cell's text of a form of the model; empty for the model as it is."""
-    return f"{form} {text}" if form else text
 
 
 def _engine_row(name: str, facts: dict[str, Any]) -> Sequence[str]:

@@ -15,7 +15,7 @@ from benchmarks.planned import PlannedPart, choose_parts, run_parts, summarize_r
 
 __all__ = ["PARTS", "add_args", "main"]
 
-_DEADLINE_S = 1800.0
+_DEADLINE_S = 2700.0
 _BUSY_LOAD = 0.5
 PARTS = (
     PlannedPart("split_vs_whole", ("split",), 110),
@@ -32,6 +32,16 @@ PARTS = (
             *("--case", "batch-1", "--case", "mixed", "--repeats", "3"),
         ),
         290,
+    ),
+    PlannedPart("quality_smollm2", ("quality", "--model", "smollm2"), 240),
+    PlannedPart(
+        "compare_quantized_llama_100m",
+        (
+            *("compare", "--model", "llama-100m", "--repeats", "3", "--engines"),
+            "baton,baton-q4_k_m,baton-q4_k_m-fast,baton-q8_0-fast,llamacpp-q4_k_m,llamacpp-q8_0",
+            *("--case", "batch-1", "--case", "mixed"),
+        ),
+        300,
     ),
     PlannedPart("compare_llama_100m", ("compare", "--model", "llama-100m", "--repeats", "3"), 670),
 )

@@ -17,8 +17,17 @@ from benchmarks.peers.environments import (
 )
 from benchmarks.peers.peer_process import Launch
 from benchmarks.peers.served_files import as_checkpoint, as_gguf, as_openvino, as_quantized_gguf
+from engine.config import QUANTIZED_COMPUTE
 
-__all__ = ["BATON", "ENGINES", "GGUF_FORMS", "REFERENCE", "baton_of", "forms_of", "launch_of"]
+__all__ = [
+    "BATON",
+    "ENGINES",
+    "GGUF_FORMS",
+    "REFERENCE",
+    "SERVED_FORMS",
+    "forms_of",
+    "launch_of",
+]
 
 BATON = "baton"
 REFERENCE = "reference"
@@ -51,6 +60,7 @@ class _Engine:
         reads_gguf: whether the compared model may be a GGUF file.
         forms: the forms of weights in which Baton is compared with it; empty for those that the
             compared model has.
+        flags: more flags of its worker.
     """
 
     worker: str
@@ -63,16 +73,12 @@ class _Engine:
     held_home: str | None = None
     reads_gguf: bool = False
     forms: tuple[str, ...] = ("",)
-
-
-def baton_of(form: str) -> str:
-    """Returns the name of Baton with the weights in a form; empty for the compared model's."""
-    return f"{BATON}-{form}" if form else BATON
+    flags: tuple[str, ...] = ()
 
 
 def forms_of(engine: str) -> tuple[str, ...]:
     """Returns the forms of weights in which Baton is compared with an engine, or is that engine."""
-    return ENGINES[engine].forms if engine in ENGINES else ()
+    return ENGINES[engine].forms
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
@@ -81,7 +87,8 @@ def launch_of(engine: str, setting: Setting) -> Launch:
     Raises:
         ConfigurationError: the engine is unknown, or is not measured on the device.
         NotMeasurableError: its environment, or a library, is missing, it does not read the model's
-            files, or the run is held to an instruction set and the engine cannot be.
+            files and they cannot be exported, or the run is held to an instruction set and the
+            engine cannot be.
     """
     entry = _entry(engine)
     if setting.device not in entry.devices:
@@ -97,11 +104,12 @@ def launch_of(engine: str, setting: Setting) -> Launch:
         python = Path(sys.executable) if home is None else peer_python(home, setting)
         model = entry.prepare(setting)
     except NotMeasurableError as error:
-        raise NotMeasurableError(f"{engine} is not installed: {error.message}") from None
+        raise NotMeasurableError(f"{engine}: {error.message}") from None
     command = (
         *(str(python), str(_WORKERS / f"{entry.worker}.py"), str(model)),
         *("--num-threads", str(setting.num_threads), "--dtype", dtype),
         *("--max-model-len", str(setting.max_model_len), "--device", setting.device),
+        *entry.flags,
     )
     environment = (dict(os.environ) if entry.home is None else inherited_variables()) | {
         "OMP_NUM_THREADS": str(setting.num_threads),
@@ -158,17 +166,22 @@ def _openvino(weights: str, *forms: str, dtype: str, held_dtype: str) -> _Engine
     )
 
 
-def _baton(form: str) -> _Engine:
-    prepare = partial(as_quantized_gguf, form=form) if form else as_checkpoint
-    devices = ("cpu",) if form else ("cpu", "cuda")
+def _baton_name(form: str, compute: str) -> str:
+    """Returns an entry's name, such as "baton-q8_0-fast"; exact computation has no suffix."""
+    suffix = "" if compute == "exact" else f"-{compute}"
+    return f"{BATON}-{form}{suffix}" if form else f"{BATON}{suffix}"
+
+
+def _baton(form: str, compute: str) -> _Engine:
     return _Engine(
         "baton_worker",
         home=None,
-        prepare=prepare,
-        devices=devices,
+        prepare=partial(as_quantized_gguf, form=form) if form else as_checkpoint,
+        devices=("cpu",) if form else ("cpu", "cuda"),
         held_dtype="bfloat16",
         reads_gguf=True,
         forms=(form,),
+        flags=("--quantized-compute", compute),
     )
 
 
@@ -186,8 +199,15 @@ def _llamacpp(form: str) -> _Engine:
     )
 
 
+_BATONS = {
+    _baton_name(form, compute): _baton(form, compute)
+    for form in ("", *GGUF_FORMS)
+    for compute in QUANTIZED_COMPUTE
+}
+SERVED_FORMS = {name: entry.forms[0] for name, entry in _BATONS.items()}
+"""By the names of Baton's entries, the form of the weights that it serves."""
 ENGINES = {
-    BATON: _baton(""),
+    BATON: _BATONS[BATON],
     "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables, devices=("cpu",)),
     # Its AVX2 kernels of attention know float32 alone.
     "openvino": _openvino("fp16", "", dtype="bfloat16", held_dtype="float32"),
@@ -198,7 +218,7 @@ ENGINES = {
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
     "llamacpp": _llamacpp(""),
     **{f"llamacpp-{form}": _llamacpp(form) for form in GGUF_FORMS},
-    **{baton_of(form): _baton(form) for form in GGUF_FORMS},
+    **_BATONS,
 }
 """The engines, by their names in `--engines`."""
 _REFERENCE = _Engine(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from baton.common.errors import ConfigurationError
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.peers.cases import Figure, PeerCase, build_cases, requests_of_round
-from benchmarks.peers.catalogue import BATON, REFERENCE, baton_of, forms_of, launch_of
+from benchmarks.peers.catalogue import BATON, REFERENCE, SERVED_FORMS, forms_of, launch_of
 from benchmarks.peers.environments import NotMeasurableError, Setting
 from benchmarks.peers.peer_process import Launch, PeerAnswer, PeerError, PeerProcess, PeerRun
 from benchmarks.request import BenchRequest
@@ -121,14 +121,14 @@ def summarize(
 
     An entry has the `case`, the `figure`, `is_less_better`, the `floor`, and by engine the `median`
     and all `values`. If the engines are Baton and at least one peer, it also has `best_peer`, and
-    `baton_to_best_peer`: Baton's median over that peer's. `by_form` has the same for each quantized
-    form of the model that Baton served.
+    `baton_to_best_peer`: Baton's median over that peer's. `others` has the floor and the ratio of
+    each other entry of Baton, which serves another form of the model or computes in another way.
 
     Args:
         runs: the runs.
         cases: the cases.
-        shapes: the model's size in each form that Baton served; an empty form for the model as it
-            is.
+        shapes: by the names of Baton's entries, the size of the model that it served; always of
+            "baton".
         ceilings: the machine's rates.
     """
     return [
@@ -155,26 +155,27 @@ def _entry(
         name: [figure.of_run(case.requests, run) for run in own] for name, own in runs.items()
     }
     medians = {name: statistics.median(own) for name, own in values.items()}
-    by_form = {
-        form: {"floor": round(figure.floor(case.requests, shape, ceilings), 2)}
-        | _ratio(medians, form, figure.is_less_better)
-        for form, shape in shapes.items()
+    others = {
+        baton: {"floor": round(figure.floor(case.requests, shape, ceilings), 2)}
+        | _ratio(medians, baton, figure.is_less_better)
+        for baton, shape in shapes.items()
     }
-    of_model = by_form.pop("")
+    main = others.pop(BATON)
     return {
         "case": case.name,
         "figure": figure.name,
         "is_less_better": figure.is_less_better,
         "median": {name: round(median, 2) for name, median in medians.items()},
         "values": {name: [round(value, 2) for value in own] for name, own in values.items()},
-        **of_model,
-        "by_form": by_form,
+        **main,
+        "others": others,
     }
 
 
-def _ratio(medians: Mapping[str, float], form: str, is_less_better: bool) -> dict[str, Any]:
-    baton = baton_of(form)
-    peers = [name for name in medians if form in forms_of(name) and name != baton]
+def _ratio(medians: Mapping[str, float], baton: str, is_less_better: bool) -> dict[str, Any]:
+    """Compares an entry of Baton with the other engines that serve the same form of the model."""
+    form = SERVED_FORMS[baton]
+    peers = [name for name in medians if name not in SERVED_FORMS and form in forms_of(name)]
     if baton not in medians or not peers:
         return {}
     best = (min if is_less_better else max)(peers, key=lambda name: medians[name])
@@ -283,7 +284,7 @@ def _start_all(
             facts[name] = _start(peer, first)
             peers[name] = peer
         except PeerError as error:
-            if name == BATON:
+            if name in SERVED_FORMS:
                 raise
             peer.close()
             failed[name] = f"{error.message.splitlines()[0]} (the log is {launch.log})"

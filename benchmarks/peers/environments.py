@@ -16,8 +16,8 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class NotMeasurableError(ConfigurationError):
-    """An engine, or a library that it is measured with, is not installed, or the engine cannot be
-    held to an instruction set.
+    """An engine, or a library that it is measured with, is not installed, or the engine cannot
+    serve the model, or be held to an instruction set.
     """
 
 

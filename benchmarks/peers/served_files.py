@@ -9,7 +9,12 @@ from pathlib import Path
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.named_models import NAMED_MODELS
 from benchmarks.models import RANDOM_MODELS, cached_random_model
-from benchmarks.peers.environments import Setting, inherited_variables, peer_python
+from benchmarks.peers.environments import (
+    NotMeasurableError,
+    Setting,
+    inherited_variables,
+    peer_python,
+)
 
 __all__ = ["as_checkpoint", "as_gguf", "as_openvino", "as_quantized_gguf", "compared_model"]
 
@@ -113,4 +118,4 @@ def _run(command: tuple[object, ...], what: str) -> None:
         env=environment,
     )
     if done.returncode:
-        raise ConfigurationError(f"cannot {what}: {done.stderr[-500:]}")
+        raise NotMeasurableError(f"cannot {what}: {done.stderr[-500:]}")

@@ -30,12 +30,9 @@ from benchmarks.quality.sources import BatonSource, LogitsSource, PeerSource
 from benchmarks.quality.texts import token_texts
 from benchmarks.report import Table
 from benchmarks.workloads.kind import refuse_below
-from engine.config import EngineConfig
+from engine.config import QUANTIZED_COMPUTE, EngineConfig
 
 __all__ = ["add_args", "main"]
-
-_MODES: dict[str, dict[str, Any]] = {"baton": {}}
-"""Rows of Baton: by name, flags that say how it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
     )
     tokenizer = open_model_files(setting.model).load_tokenizer()
     texts = token_texts(tokenizer, args.num_texts, args.text_tokens)
-    base = _baton(setting, setting.model, "float32", {})
+    base = _baton(setting, setting.model, "float32", "exact")
     with ExitStack() as stack:
         rows = list(_rows(setting, args.form or GGUF_FORMS, base.vocab_size, stack))
         for text in tqdm(texts, unit="text", disable=None):
@@ -132,13 +129,13 @@ def _rows(
                 continue
             peer = None
         file = as_quantized_gguf(setting, form) if form else setting.model
-        for name, flags in _MODES.items():
-            yield _Row(form, name, _baton(setting, file, "bfloat16", flags))
+        for mode in QUANTIZED_COMPUTE:
+            yield _Row(form, f"baton, {mode}", _baton(setting, file, "bfloat16", mode))
         if peer is not None:
             yield _Row(form, peer.description, PeerSource(peer, vocab_size))
 
 
-def _baton(setting: Setting, model: Path, dtype: str, flags: Mapping[str, Any]) -> BatonSource:
+def _baton(setting: Setting, model: Path, dtype: str, mode: str) -> BatonSource:
     return BatonSource(
         EngineConfig(
             model=str(model),
@@ -146,7 +143,7 @@ def _baton(setting: Setting, model: Path, dtype: str, flags: Mapping[str, Any]) 
             max_model_len=setting.max_model_len,
             num_threads=setting.num_threads,
             device="cpu",
-            **flags,
+            quantized_compute=mode,
         )
     )
 
@@ -175,6 +172,6 @@ def _table(results: Sequence[Mapping[str, Any]]) -> Table:
         "Divergence from the weights as they are, computed in float32",
         ("form", "engine", "mean KL, 1e-3 nats", "+-", "p99", "same top token, %"),
         rows,
-        "Baton computes in bfloat16; as it is, its divergence is that of rounding to bfloat16 "
-        "alone. The error is the standard error over texts.",
+        "Baton computes in bfloat16; exact, as it is, its divergence is that of rounding to "
+        "bfloat16 alone. The error is the standard error over texts.",
     )

@@ -14,7 +14,7 @@ from engine.request import EngineOutput, EngineRequest
 
 
 class BatonEngine:
-    """An `EngineCore` with default flags."""
+    """An `EngineCore` with default flags but for those of the comparison."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"baton {__version__}"
@@ -25,6 +25,7 @@ class BatonEngine:
                 num_threads=args.num_threads,
                 max_model_len=args.max_model_len,
                 device=args.device,
+                quantized_compute=args.quantized_compute,
             )
         )
 

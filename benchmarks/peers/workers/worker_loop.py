@@ -174,6 +174,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "auto"), default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quantized-compute", default="exact", help="Baton's flag")
     return parser
 
 

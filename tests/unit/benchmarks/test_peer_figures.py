@@ -122,7 +122,7 @@ def test_a_summary_has_medians_and_ratios():
         for engine, own in gaps.items()
     }
     by_figure = {
-        (e["case"], e["figure"]): e for e in summarize(runs, cases, {"": SHAPE}, ceilings())
+        (e["case"], e["figure"]): e for e in summarize(runs, cases, {"baton": SHAPE}, ceilings())
     }
     token = by_figure["batch-1", "ms per token"]
     assert token["median"] == {"baton": 20, "vllm": 50, "openvino": 40}
@@ -143,12 +143,16 @@ def test_a_summary_has_medians_and_ratios():
 def test_each_form_of_the_weights_is_compared_with_its_own_peers_and_floor():
     case = build_cases(100)["batch-1"]
     gaps = {"baton": 4, "vllm": 5, "baton-q4_0": 2, "llamacpp-q4_0": 4, "openvino-int4": 1}
+    gaps["baton-q4_0-fast"] = 0.5
     runs = {name: {case.name: [even_run(case.requests, 1, gap)]} for name, gap in gaps.items()}
-    shapes = {"": SHAPE, "q4_0": replace(SHAPE, bytes_per_weight=0.5)}
+    small = replace(SHAPE, bytes_per_weight=0.5)
+    shapes = {"baton": SHAPE, "baton-q4_0": small, "baton-q4_0-fast": small}
     token, _ = summarize(runs, [case], shapes, ceilings(read=1000))
     assert (token["best_peer"], token["baton_to_best_peer"], token["floor"]) == ("vllm", 0.8, 220)
-    assert token["by_form"] == {
-        "q4_0": {"best_peer": "openvino-int4", "baton_to_best_peer": 2.0, "floor": 55.0}
+    rival = {"best_peer": "openvino-int4", "floor": 55.0}
+    assert token["others"] == {
+        "baton-q4_0": rival | {"baton_to_best_peer": 2.0},
+        "baton-q4_0-fast": rival | {"baton_to_best_peer": 0.5},
     }
 
 
@@ -157,7 +161,7 @@ def test_a_summary_without_baton_or_without_peers_has_no_ratio(engines):
     case = build_cases(100)["batch-1"]
     runs = {name: {case.name: [even_run(case.requests, 1, 1)]} for name in engines}
     assert all(
-        "best_peer" not in entry for entry in summarize(runs, [case], {"": SHAPE}, ceilings())
+        "best_peer" not in entry for entry in summarize(runs, [case], {"baton": SHAPE}, ceilings())
     )
 
 
@@ -187,7 +191,7 @@ def test_the_printed_comparison_has_every_measured_part(capsys):
         "floor": 20.0,
         "best_peer": "vllm",
         "baton_to_best_peer": 1.2,
-        "by_form": {"q8_0": {"floor": 40.0}},
+        "others": {"baton-q8_0": {"floor": 40.0}},
     }
     facts = {
         "description": "baton 1",
@@ -200,6 +204,6 @@ def test_the_printed_comparison_has_every_measured_part(capsys):
     report["split"] = {"whole": 10.0, "split": 9.0, "split_to_whole": 0.9}
     print_comparison(report)
     printed = capsys.readouterr().out
-    assert "| 12.0 | 10.0 | 20.0; q8_0 40.0 | 1.20 (vllm) |" in printed
+    assert "| 12.0 | 10.0 | 20.0; baton-q8_0 40.0 | 1.20 (vllm) |" in printed
     assert "| 1.5 | 100 | 3 of 4 |" in printed
     assert "| split / undivided | 0.900 |" in printed

@@ -236,7 +236,7 @@ def test_an_unknown_engine_is_refused(tmp_path):
         launch_of("llm", setting_of(tmp_path))
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "baton"])
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"baton", "baton-fast"}))
 def test_a_missing_environment_is_reported_with_the_command_that_makes_it(engine, tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"make_env\.sh (vllm|openvino|transformers|llamacpp) "
@@ -321,7 +321,8 @@ def test_quantized_forms_are_made_once_and_served_by_baton_and_llama_cpp(tmp_pat
 
     monkeypatch.setattr(served_files.subprocess, "run", run)
     models = [launch_of(f"{name}-q4_0", setting).command[2] for name in ("baton", "llamacpp")]
-    assert models[0] == models[1]
+    assert models[0] == models[1] == launch_of("baton-q4_0-fast", setting).command[2]
+    assert launch_of("baton-q4_0-fast", setting).command[-2:] == ("--quantized-compute", "fast")
     assert Path(models[0]).parent == tmp_path / "models"
     ((_, script, source, _, form),) = commands
     assert (Path(script).name, source, form) == ("llamacpp_quantize.py", str(setting.model), "q4_0")
