@@ -104,9 +104,13 @@ class KvCacheManager:
             keys: keys of the sequence's full blocks.
             num_tokens: its length. At least one token is left to compute.
             num_loaded: number of its tokens whose KV will be loaded, the prefix included, and
-                states at their end, so that the prefix needs none. 0 without a load.
+                states at their end, so that the prefix needs none. 0 without a load. The prefix
+                ends before the block with those states: full, computed blocks are offered to the
+                cache with their slot, which has no states until they are loaded.
         """
         num_usable = min(num_tokens - 1, num_loaded or num_tokens)
+        if num_loaded and self.spec.states is not None:
+            num_usable = num_loaded - 1
         limit = min(len(keys), num_usable // self.spec.block_size)
         limit = limit if self._enable_prefix_caching else 0
         return self._prefixes.match(keys, limit, needs_states=not num_loaded)
