@@ -15,6 +15,7 @@
 #include "running_softmax.h"
 #include "tile.h"
 #include "tile_panels.h"
+#include "unit_tiles.h"
 
 namespace baton {
 namespace {
@@ -39,32 +40,38 @@ class UnitAttention {
         group_heads_(unit.num_heads),
         num_rows_(num_query_tokens_ * group_heads_),
         head_groups_(key_groups<Kv>(job.head_dim)),
-        width_(round_up(job.value_dim, kPanelColumns)) {}
+        width_(round_up(job.value_dim, kPanelColumns)),
+        has_merged_(unit.segment < 0 && has_several_segments()),
+        tiles_(job, plan, unit) {}
 
-  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory)
+  // partials: rows of the units of one segment.
+  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory,
+                const RowStates& partials)
       : UnitAttention(job, plan, unit) {
+    if (unit.segment >= 0) states_ = partials.from(unit.first_partial);
     place_memory(memory);
   }
 
   int64_t memory_bytes() const {
-    return 4 * (num_rows_ * (width_ + 2 + kLanes) + kTileTokens * width_ +
+    return 2 * RowStates::num_bytes(num_rows_, width_) + 12 * num_rows_ +
+           4 * (kTileTokens * width_ +
                 kTileTokens * head_groups_ + kTileRows * kTileTokens) +
            static_cast<int64_t>(sizeof(Operand)) *
                (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
            64 * 9;
   }
 
-  void find_first_tile(TileTokens<Kv>& tokens) const { find(first_tile(), tokens); }
+  void find_first_tile(TileTokens<Kv>& tokens) const { find(tiles_.first(), tokens); }
 
   // Expects the unit's own first tile in `tokens`, and leaves the first tile of unit `after` there.
   void run(TileTokens<Kv>& tokens, const UnitAttention* after) {
-    std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
-    begin_softmax();
-    Tile tile = first_tile();
+    std::fill_n(segments_, num_rows_, -1);
+    for (int64_t row = 0; row < num_rows_; ++row) states_.clear(row);
+    Tile tile = tiles_.first();
     for (bool is_last = false; !is_last;) {
       tokens.advance();
       Tile next = tile;
-      is_last = !advance(next);
+      is_last = !tiles_.advance(next);
       if (!is_last) {
         find(next, tokens);
       } else if (after) {
@@ -75,53 +82,27 @@ class UnitAttention {
       meet(tile, tokens);
       tile = next;
     }
-    write_out();
+    if (unit_.segment < 0) write_out();
+  }
+
+  // Merges the partial results of the rows' segments, of which each is a unit, and writes them.
+  void write_merged(const Unit* units, const RowStates& partials) {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const auto states_of = [&](int64_t segment) {
+        return partials.from(units[segment - units[0].segment].first_partial + row);
+      };
+      const RowStates merged = states_of(first_segment(row));
+      for (int64_t segment = first_segment(row) + 1; segment <= last_segment(row); ++segment) {
+        merged.add(0, states_of(segment));
+      }
+      write_row(row, merged);
+    }
   }
 
  private:
   static constexpr int64_t kTokenGroups = kTileTokens / Product::kGroup;
-
-  // Tokens [first, last) of the unit, which attend to [low, end) of one block table.
-  struct Part {
-    int64_t first, last, low, end;
-    bool is_shared;
-  };
-
-  struct Tile {
-    Part part;
-    int64_t start;
-    bool is_first;
-  };
-
-  Tile first_tile() const {
-    if (!unit_.shared_end) return first_tile_of(part_after(0));
-    return first_tile_of({0, num_query_tokens_, 0, unit_.shared_end, true});
-  }
-
-  static Tile first_tile_of(const Part& part) {
-    return {part, part.low / kTileTokens * kTileTokens, true};
-  }
-
-  // False if the tile is the unit's last.
-  bool advance(Tile& tile) const {
-    if (tile.start + kTileTokens < tile.part.end) {
-      tile = {tile.part, tile.start + kTileTokens, false};
-      return true;
-    }
-    const int64_t done = tile.part.is_shared ? 0 : tile.part.last;
-    if (done == num_query_tokens_) return false;
-    tile = first_tile_of(part_after(done));
-    return true;
-  }
-
-  // The tokens of one sequence from `first` on, and the positions they attend to that the unit does
-  // not share.
-  Part part_after(int64_t first) const {
-    int64_t last = first + 1;
-    while (last < num_query_tokens_ && query_tokens_[last].seq == query_tokens_[first].seq) ++last;
-    const int64_t low = std::max(lowest_seen(query_tokens_[first].position), unit_.shared_end);
-    return {first, last, low, query_tokens_[last - 1].position + 1, false};
-  }
+  using Tile = UnitTiles::Tile;
+  using Part = UnitTiles::Part;
 
   void find(const Tile& tile, TileTokens<Kv>& tokens) const {
     const Part& part = tile.part;
@@ -138,29 +119,59 @@ class UnitAttention {
     };
     take(queries_, num_rows_ * head_groups_);
     take(query_factors_, num_rows_);
-    take(outputs_, num_rows_ * width_);
-    take(softmax_.maxima, num_rows_);
-    take(softmax_.sums, num_rows_ * kLanes);
+    take(segments_, num_rows_);
+    const auto take_states = [&] {
+      const RowStates states = RowStates::at(free, num_rows_, width_);
+      free += round_up(RowStates::num_bytes(num_rows_, width_), 64);
+      return states;
+    };
+    if (unit_.segment < 0) states_ = take_states();
+    if (has_merged_) merged_ = take_states();
     take(keys_, kTileTokens * head_groups_);
     take(values_, kTokenGroups * width_);
     take(scores_, kTileRows * kTileTokens);
     take(weights_, kTileRows * kTokenGroups);
   }
 
-  int64_t position_of(int64_t row) const { return query_tokens_[row / group_heads_].position; }
-  int64_t lowest_seen(int64_t position) const {
-    return job_.sliding_window ? std::max<int64_t>(0, position - job_.sliding_window + 1) : 0;
+  bool has_several_segments() const {
+    for (int64_t row = 0; row < num_rows_; row += group_heads_) {
+      if (first_segment(row) != first_segment(0) || last_segment(row) != first_segment(0)) {
+        return true;
+      }
+    }
+    return false;
   }
+
+  int64_t position_of(int64_t row) const { return query_tokens_[row / group_heads_].position; }
+  int64_t first_segment(int64_t row) const {
+    return lowest_seen(job_, position_of(row)) / kSegmentTokens;
+  }
+  int64_t last_segment(int64_t row) const { return position_of(row) / kSegmentTokens; }
   int64_t kv_head() const { return unit_.first_head * job_.num_kv_heads / job_.num_heads; }
   int64_t head_of(int64_t row) const { return unit_.first_head + row % group_heads_; }
   int64_t token_of(int64_t row) const { return query_tokens_[row / group_heads_].row; }
 
-  void begin_softmax() {
-    softmax_.begin(num_rows_);
+  // Rows [first, last), which are in one segment, go on to this one.
+  void enter(int64_t segment, int64_t first, int64_t last) {
+    if (segments_[first] == segment) return;
     const auto* sinks = static_cast<const Stored*>(job_.sinks);
-    if (!sinks) return;
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      softmax_.add_sink(row, E::widen_one(sinks[head_of(row)]));
+    for (int64_t row = first; row < last; ++row) {
+      merge(row);
+      states_.clear(row);
+      segments_[row] = segment;
+      if (sinks && segment == first_segment(row)) {
+        add_sink(states_, row, E::widen_one(sinks[head_of(row)]));
+      }
+    }
+  }
+
+  // Adds a row's segment to merged_, unless the row attends to none of its positions.
+  void merge(int64_t row) {
+    if (segments_[row] < first_segment(row) || segments_[row] > last_segment(row)) return;
+    if (segments_[row] == first_segment(row)) {
+      if (has_merged_) merged_.copy(row, states_.from(row));
+    } else {
+      merged_.add(row, states_.from(row));
     }
   }
 
@@ -207,6 +218,7 @@ class UnitAttention {
     const int64_t num_tokens = std::min(kTileTokens, part.end - tile.start);
     if (num_tokens == 0) return;  // all positions it attends to are shared
     const int64_t first = part.first * group_heads_, last = part.last * group_heads_;
+    enter(tile.start / kSegmentTokens, first, last);
     if (tile.is_first) pack_query(first, last);
     if (last - first <= kTileRows && job_.value_dim % kPanelColumns == 0) {
       meet_few(tile.start, first, static_cast<int>(last - first), num_tokens, tokens);
@@ -259,7 +271,7 @@ class UnitAttention {
               const TileTokens<Kv>& tokens, const ValuesAt& values_at) {
     const auto range_of = [&](int64_t row) {
       const int64_t position = position_of(row);
-      return AttendedRange{lowest_seen(position) - tile, position - tile};
+      return AttendedRange{lowest_seen(job_, position) - tile, position - tile};
     };
     const int64_t width = round_up(num_tokens, kLanes);
     const float* value_factors = nullptr;
@@ -273,49 +285,41 @@ class UnitAttention {
       scale = 1.0f;
     }
     alignas(64) float factors[kLanes], shares[kLanes];
-    softmax_.weigh(first, rows, width, scale * kLog2E, range_of, value_factors, scores_, weights_,
-                   factors, shares);
+    weigh<Product>(states_, first, rows, width, scale * kLog2E, range_of, value_factors, scores_,
+                   weights_, factors, shares);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       const auto panel = values_at(column);
       const auto multiply =
           tile_function<Product, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows);
       const int64_t num_groups = groups_of<Product>(num_tokens);
-      float* outputs = outputs_ + first * width_ + column;
+      float* outputs = states_.outputs + first * width_ + column;
       if constexpr (kIsInteger) {
         alignas(64) float sums[kTileRows * kPanelColumns];
         multiply(weights_, panel, num_groups, sums, kPanelColumns, nullptr);
-        add_integers(rows, sums, factors, shares, outputs);
+        add_integers(rows, sums, factors, shares, outputs, width_);
       } else {
         multiply(weights_, panel, num_groups, outputs, width_, factors);
       }
     }
   }
 
-  // outputs[r] = outputs[r] * factors[r] + sums[r] * shares[r], of integer sums [rows][32]
-  void add_integers(int rows, const float* sums, const float* factors, const float* shares,
-                    float* outputs) const {
-    for (int row = 0; row < rows; ++row, outputs += width_) {
-      for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-        const Masks sum = load<Masks>(sums + row * kPanelColumns + i);
-        const Floats added = __builtin_convertvector(sum, Floats) * broadcast(shares[row]);
-        store(outputs + i, load<Floats>(outputs + i) * broadcast(factors[row]) + added);
-      }
+  void write_out() {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      merge(row);
+      write_row(row, (has_merged_ && segments_[row] >= 0 ? merged_ : states_).from(row));
     }
   }
 
-  void write_out() {
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      const float total = sum(load<Floats>(softmax_.sums + row * kLanes));
-      const float share = total == 0.0f ? 0.0f : 1.0f / total;
-      auto* to = static_cast<Stored*>(job_.out) +
-                 (token_of(row) * job_.num_heads + head_of(row)) * job_.value_dim;
-      const float* from = outputs_ + row * width_;
-      int64_t i = 0;
-      for (; i + kLanes <= job_.value_dim; i += kLanes) {
-        E::narrow_lanes(to + i, load<Floats>(from + i) * broadcast(share));
-      }
-      for (; i < job_.value_dim; ++i) to[i] = E::narrow_one(from[i] * share);
+  void write_row(int64_t row, const RowStates& states) {
+    const float total = sum(load<Floats>(states.sums));
+    const float share = total == 0.0f ? 0.0f : 1.0f / total;
+    auto* to = static_cast<Stored*>(job_.out) +
+               (token_of(row) * job_.num_heads + head_of(row)) * job_.value_dim;
+    int64_t i = 0;
+    for (; i + kLanes <= job_.value_dim; i += kLanes) {
+      E::narrow_lanes(to + i, load<Floats>(states.outputs + i) * broadcast(share));
     }
+    for (; i < job_.value_dim; ++i) to[i] = E::narrow_one(states.outputs[i] * share);
   }
 
   const PagedAttention& job_;
@@ -325,10 +329,13 @@ class UnitAttention {
   const int64_t num_query_tokens_, group_heads_, num_rows_;
   const int64_t head_groups_;  // of one head's elements
   const int64_t width_;        // value_dim in whole panels
+  const bool has_merged_;
+  const UnitTiles tiles_;
   Operand* queries_;
   float* query_factors_;  // of queries that are integers
-  float* outputs_;  // [rows][width]
-  RunningSoftmax<Product> softmax_;
+  RowStates states_;   // of the rows' segments
+  RowStates merged_;   // of segments before, if the unit has several
+  int64_t* segments_;  // [rows]
   uint32_t* keys_;    // [kTileTokens / 32][head groups][32]
   uint32_t* values_;  // [width / 32][kTokenGroups][32]
   float* scores_;     // [kTileRows][kTileTokens]
@@ -352,6 +359,10 @@ void run_attention(const PagedAttention& job, Workers& workers) {
   using Attention = UnitAttention<E, Kv>;
   const Plan plan = plan_attention(job, workers.pool.num_threads());
   const std::vector<void*> memory = reserve_memory<E, Kv>(job, plan, workers);
+  const int64_t width = round_up(job.value_dim, kPanelColumns);
+  const auto partials =
+      RowStates::at(workers.shared.reserve(RowStates::num_bytes(plan.num_partials, width)),
+                    plan.num_partials, width);
   const std::vector<typename Kv::Element> zeros(round_up(job.head_dim, kPanelColumns));
   const auto count = static_cast<int64_t>(plan.units.size());
   workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
@@ -360,9 +371,13 @@ void run_attention(const PagedAttention& job, Workers& workers) {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t next = std::min(index + 1, end - 1);
       const Attention after(job, plan, plan.units[next]);
-      Attention(job, plan, plan.units[index], memory[thread])
+      Attention(job, plan, plan.units[index], memory[thread], partials)
           .run(tokens, next > index ? &after : nullptr);
     }
+  });
+  workers.pool.run(static_cast<int64_t>(plan.splits.size()), [&](int64_t index, int) {
+    const Unit* units = plan.units.data() + plan.splits[index].first;
+    Attention(job, plan, *units).write_merged(units, partials);
   });
 }
 

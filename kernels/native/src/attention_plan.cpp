@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace baton {
@@ -9,11 +10,13 @@ namespace {
 constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
 constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
 constexpr int64_t kFewestHeads = 8;     // of a unit that has only some of a KV head's heads
+constexpr int64_t kMostPartials = 8192;  // bounds the memory of units of one segment
 
 // Divides a step into units of work.
 class Planner {
  public:
-  Planner(const PagedAttention& job, int num_threads) : job_(job), batch_(*job.batch) {
+  Planner(const PagedAttention& job, int num_threads)
+      : job_(job), batch_(*job.batch), num_threads_(num_threads) {
     // Long units pack K and V less often; there must be enough of them for all threads.
     const int64_t group_heads = job.num_heads / job.num_kv_heads;
     const int64_t share = batch_.num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
@@ -21,7 +24,8 @@ class Planner {
         std::max<int64_t>(1, std::clamp(share, kFewestUnitRows, kMostUnitRows) / group_heads);
     // Each part of a KV head's heads packs its K and V again: only for threads without a unit.
     const int64_t num_units =
-        std::max(batch_.num_seqs, batch_.num_tokens / tokens_per_unit_) * job.num_kv_heads;
+        std::max(batch_.num_seqs, batch_.num_tokens / tokens_per_unit_) * job.num_kv_heads *
+        most_segments();
     const int64_t most_parts = std::max<int64_t>(1, group_heads / kFewestHeads);
     const int64_t num_parts =
         std::clamp<int64_t>(num_threads / std::max<int64_t>(1, num_units), 1, most_parts);
@@ -38,6 +42,7 @@ class Planner {
       }
     }
     for (const Sharers& sharers : groups_) add_sharers(sharers);
+    divide_units();
     return std::move(plan_);
   }
 
@@ -98,6 +103,50 @@ class Planner {
     }
   }
 
+  // Segments of the last token with the most of them.
+  int64_t most_segments() const {
+    int64_t most = 1;
+    for (int64_t seq = 0; seq < batch_.num_seqs; ++seq) {
+      const int64_t position = batch_.context_lens[seq] - 1;
+      const int64_t first = lowest_seen(job_, position) / kSegmentTokens;
+      most = std::max(most, position / kSegmentTokens - first + 1);
+    }
+    return most;
+  }
+
+  // Makes a unit of each segment if there are too few units for the threads.
+  void divide_units() {
+    const auto num_units = static_cast<int64_t>(plan_.units.size());
+    if (num_threads_ == 1 || 2 * num_units > kUnitsPerThread * num_threads_) return;
+    for (const Unit& unit : std::exchange(plan_.units, {})) {
+      const auto first = static_cast<int64_t>(plan_.units.size());
+      const int64_t num_rows = (unit.last - unit.first) * unit.num_heads;
+      const auto [low, high] = segments_of(unit);
+      if (low == high || plan_.num_partials + (high - low + 1) * num_rows > kMostPartials) {
+        plan_.units.push_back(unit);
+        continue;
+      }
+      for (int64_t segment = low; segment <= high; ++segment) {
+        plan_.units.push_back(unit);
+        plan_.units.back().segment = segment;
+        plan_.units.back().first_partial = plan_.num_partials;
+        plan_.num_partials += num_rows;
+      }
+      plan_.splits.push_back({first, static_cast<int64_t>(plan_.units.size())});
+    }
+  }
+
+  // The first and the last segment of any of a unit's tokens.
+  std::pair<int64_t, int64_t> segments_of(const Unit& unit) const {
+    int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
+    for (int64_t token = unit.first; token < unit.last; ++token) {
+      const int64_t position = plan_.tokens[token].position;
+      low = std::min(low, lowest_seen(job_, position) / kSegmentTokens);
+      high = std::max(high, position / kSegmentTokens);
+    }
+    return {low, high};
+  }
+
   const int32_t* table(int64_t seq) const {
     return batch_.block_tables + seq * batch_.table_stride;
   }
@@ -113,6 +162,7 @@ class Planner {
 
   const PagedAttention& job_;
   const Batch& batch_;
+  const int num_threads_;
   int64_t tokens_per_unit_, heads_per_unit_;
   std::vector<Sharers> groups_;
   Plan plan_;
