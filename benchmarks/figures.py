@@ -96,8 +96,8 @@ def panel_svg(panel: Panel) -> str:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    for series in panel.series:
-        _draw_series(axes, series)
+    for index, series in enumerate(panel.series):
+        _draw_series(axes, series, _COLOURS[index % len(_COLOURS)])
     for label, value in panel.x_limits.items():
         axes.axvline(value, color=_LIMIT_COLOUR, linestyle="--", linewidth=1, label=label)
     for label, value in panel.y_limits.items():
@@ -117,18 +117,18 @@ def _draw(axes: Any, panel: Panel) -> None:
     _add_legend(axes, panel)
 
 
-def _draw_series(axes: Any, series: Series) -> None:
-    xs, ys, label = series.xs, series.ys, series.label or None
+def _draw_series(axes: Any, series: Series, colour: str) -> None:
+    xs, ys, options = series.xs, series.ys, {"label": series.label or None, "color": colour}
     if series.style == "points":
-        axes.scatter(xs, ys, s=14, alpha=0.65, linewidths=0, label=label)
+        axes.scatter(xs, ys, s=14, alpha=0.65, linewidths=0, **options)
     elif series.style == "marked":
-        axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.5, label=label)
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.5, **options)
     elif series.style == "line":
-        axes.plot(xs, ys, linewidth=1.8, label=label)
+        axes.plot(xs, ys, linewidth=1.8, **options)
     else:
-        (line,) = axes.step(xs, ys, where="post", linewidth=1.5, label=label)
+        axes.step(xs, ys, where="post", linewidth=1.5, **options)
         if series.style == "fill":
-            axes.fill_between(xs, ys, step="post", alpha=0.18, color=line.get_color())
+            axes.fill_between(xs, ys, step="post", alpha=0.18, color=colour)
 
 
 def _set_plain_ticks(axes: Any, panel: Panel) -> None:

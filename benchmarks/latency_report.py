@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -36,6 +36,7 @@ _LATENCIES = (
 )
 _MAX_ERRORS = 10
 _MAX_POINTS = 400
+_MAX_GAPS = 4000
 _NUM_BINS = 60
 _WIDE = 10
 """If the longest latency is more than so many medians, the scale is logarithmic."""
@@ -44,7 +45,7 @@ _WIDE = 10
 def latency_table(metrics: LoadMetrics) -> Table:
     """Returns the table of TTFT, ITL, TPOT and E2E."""
     rows = [(name, *_cells(getattr(metrics, field))) for name, field in _LATENCIES]
-    return Table("Latency, ms", ("", "mean", "p50", "p90", "p99"), rows)
+    return Table("Latency, ms", ("", "mean", "p50", "p90", "p99", "p99 / p50"), rows)
 
 
 def throughput_table(metrics: LoadMetrics) -> Table:
@@ -81,14 +82,16 @@ def error_tables(metrics: LoadMetrics) -> Sequence[Table]:
 
 def _cells(figures: Distribution | None) -> tuple[float | None, ...]:
     if figures is None:
-        return (None,) * 4
-    return (figures.mean, figures.p50, figures.p90, figures.p99)
+        return (None,) * 5
+    return (figures.mean, figures.p50, figures.p90, figures.p99, figures.p99_to_p50)
 
 
 def latency_panels(
     records: Sequence[MeasuredRequest], level: ServiceLevel | None
 ) -> tuple[Panel, ...]:
-    """Returns plots of the latencies, and of throughput, concurrency and TTFT over time."""
+    """Returns plots of the latencies, and of throughput, concurrency, TTFT and the gaps between
+    tokens over time.
+    """
     done = [record for record in records if record.error is None]
     limits = level or ServiceLevel()
     ttft, itl, tpot = first_tokens_ms(done), token_gaps_ms(done), tokens_per_output_ms(done)
@@ -109,6 +112,7 @@ def latency_panels(
             [Series("", *in_flight(records), style="fill")],
         ),
         _first_tokens_over_time(done, limits.ttft_ms),
+        _gaps_over_time(done),
     )
 
 
@@ -125,7 +129,7 @@ def token_rate(records: Iterable[MeasuredRequest]) -> tuple[list[float], list[fl
     times = [time_s for record in records for time_s in record.token_times_s]
     if not times:
         return [], []
-    width_s = _round_up(max(*times, 1e-3) / _NUM_BINS)
+    width_s = _bin_width_s(times)
     num_bins = math.ceil(max(times) / width_s) + 1
     counts = np.bincount([int(time_s // width_s) for time_s in times], minlength=num_bins)
     starts = [index * width_s for index in range(num_bins + 1)]
@@ -179,6 +183,50 @@ def _first_tokens_over_time(done: Sequence[MeasuredRequest], limit_ms: float | N
         [Series("", [record.sent_s for record in done], first_tokens_ms(done), style="points")],
         y_limits={} if limit_ms is None else {f"limit {limit_ms:g}": limit_ms},
     )
+
+
+def _gaps_over_time(done: Sequence[MeasuredRequest]) -> Panel:
+    """Returns a plot of each token's gap to the one before, with percentiles by bins of time."""
+    pairs = sorted(
+        (time_s, 1000 * (time_s - before_s))
+        for record in done
+        for before_s, time_s in pairwise(record.token_times_s)
+        if time_s > before_s  # else both are of one message
+    )
+    shown = pairs[:: len(pairs) // _MAX_GAPS + 1]
+    times_s, gaps_ms = [time_s for time_s, _ in shown], [gap_ms for _, gap_ms in shown]
+    series = [
+        Series("", times_s, gaps_ms, style="points"),
+        Series("p50", *_percentiles(pairs, 50), style="steps"),
+        Series("p99", *_percentiles(pairs, 99), style="steps"),
+    ]
+    return Panel(
+        "Time between tokens by time of arrival",
+        "seconds",
+        "milliseconds",
+        series,
+        y_scale="log" if _is_wide([gap_ms for _, gap_ms in pairs]) else "linear",
+    )
+
+
+def _percentiles(
+    pairs: Sequence[tuple[float, float]], percent: int
+) -> tuple[list[float], list[float]]:
+    """Returns starts of bins of time, and a percentile of the values in each; the last value lasts
+    until the end.
+    """
+    if not pairs:
+        return [], []
+    width_s = _bin_width_s([time_s for time_s, _ in pairs])
+    bins: dict[int, list[float]] = {}
+    for time_s, value in pairs:
+        bins.setdefault(int(time_s // width_s), []).append(value)
+    values = [float(np.percentile(bin_values, percent)) for bin_values in bins.values()]
+    return [*(index * width_s for index in bins), pairs[-1][0]], [*values, values[-1]]
+
+
+def _bin_width_s(times_s: Sequence[float]) -> float:
+    return _round_up(max(*times_s, 1e-3) / _NUM_BINS)
 
 
 def _round_up(width_s: float) -> float:

@@ -122,6 +122,11 @@ class Distribution:
     p90: float
     p99: float
 
+    @property
+    def p99_to_p50(self) -> float | None:
+        """The 99th percentile over the median; None if the median is 0."""
+        return self.p99 / self.p50 if self.p50 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Goodput:

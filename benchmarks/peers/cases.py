@@ -7,6 +7,8 @@ or its bytes over the measured bandwidth, whichever takes longer.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.peer_process import PeerRun
 from benchmarks.request import BenchRequest, with_fresh_tokens
@@ -24,6 +26,7 @@ __all__ = [
 Requests = Sequence[BenchRequest]
 
 CASE_NAMES = ("batch-1", "mixed", "shared-prefix", "long-prompts")
+_MIN_GAP_S = 1e-6  # of tokens that an engine returns together
 _MAX_TOKEN_ID = 16_384
 """Limit of the prompts' token ids, so that random models of any vocabulary get equal prompts."""
 _MIXED_SEED = 48  # differs from the other cases' seeds, so that no cases share a prefix
@@ -71,7 +74,7 @@ def build_cases(vocab_size: int) -> dict[str, PeerCase]:
     )
     contents = (
         (alone, (_TOKEN_MS, _FIRST_TOKEN_MS)),
-        (_mixed(ids), (_OUTPUT_RATE,)),
+        (_mixed(ids), (_OUTPUT_RATE, _GAP_RATIO)),
         (shared.requests, (_OUTPUT_RATE,)),
         (_random(4, 3000, 16, ids, seed=3), (_TOTAL_RATE,)),
     )
@@ -136,6 +139,17 @@ def _output_rate_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings
     return _num_outputs(requests) / floor_s(requests, shape, ceilings)
 
 
+def _gap_ratio(requests: Requests, run: PeerRun) -> float:
+    """Returns the 99th percentile of the gaps between two tokens of a request over their median."""
+    times_s = [answer.token_times_s for answer in run.answers]
+    p50, p99 = np.percentile(np.concatenate(list(map(np.diff, times_s))), (50, 99))
+    return float(p99 / max(p50, _MIN_GAP_S))
+
+
+def _gap_ratio_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:
+    return 1.0
+
+
 def _total_rate(requests: Requests, run: PeerRun) -> float:
     return _num_tokens(requests) / run.wall_s
 
@@ -155,4 +169,5 @@ def _num_tokens(requests: Requests) -> int:
 _TOKEN_MS = Figure("ms per token", True, _token_ms, _token_floor_ms)
 _FIRST_TOKEN_MS = Figure("ms to first token", True, _first_token_ms, _first_token_floor_ms)
 _OUTPUT_RATE = Figure("output tokens/s", False, _output_rate, _output_rate_floor)
+_GAP_RATIO = Figure("p99 / p50 of gaps", True, _gap_ratio, _gap_ratio_floor)
 _TOTAL_RATE = Figure("total tokens/s", False, _total_rate, _total_rate_floor)

@@ -23,6 +23,8 @@ _FACTOR = 4.0
 """With `auto`, a step with prompts may take as long as so many steps that only decode."""
 _MIN_TOKENS = 64
 """The least bound: with shorter chunks, a step would mostly read the weights again."""
+_QUANTUM = 64
+"""Of a step's tokens: sizes must recur to be replayed (`RecordedSteps`), which saves a tenth."""
 _RATE = 0.2  # weight of a step in a mean
 _MAX_RATIO = 2.0  # to its expected time, up to which a step counts: it may have been disturbed
 _MIN_S = 1e-9
@@ -51,6 +53,7 @@ class StepTimes:
     ) -> None:
         self.limit_s = 0.0
         self._max_step_ms, self._min_tokens = config.max_step_ms or 0, _MIN_TOKENS
+        self._quantum = min(_QUANTUM, self._min_tokens)
         self._max_running, self._num_lanes = config.max_running, config.num_lanes
         self._clock = clock
         self._turns = turns
@@ -94,7 +97,8 @@ class StepTimes:
         self.limit_s = 0.0
         if not self._max_step_ms:
             return NO_BOUND
-        decode_s = self._step_s(self._rows_per_step(num_decoding))
+        num_rows = self._rows_per_step(num_decoding)
+        decode_s = self._step_s(num_rows)
         wishes_s = [self._turns.others_wish_s]
         if num_decoding:
             own_s = self._longest_s(self._rows_per_step(max(num_decoding, num_present)))
@@ -103,7 +107,8 @@ class StepTimes:
         self.limit_s = min((wish_s for wish_s in wishes_s if wish_s), default=0.0)
         if not self.limit_s:
             return NO_BOUND
-        return max(self._min_tokens, int((self.limit_s - decode_s) / self._token_s))
+        num_tokens = int((self.limit_s - self._fixed_s) / self._token_s)
+        return max(self._min_tokens, num_tokens - num_tokens % self._quantum - num_rows)
 
     def _rows_per_step(self, num_sequences: int) -> int:
         return -(-min(num_sequences, self._max_running) // self._num_lanes)

@@ -25,6 +25,7 @@ def test_latencies_of_two_requests():
     # Gaps: 100, 0 (the same message), 300 and 1000.
     assert metrics.itl_ms.mean == pytest.approx(350)
     assert metrics.itl_ms.p50 == pytest.approx(200)
+    assert metrics.itl_ms.p99_to_p50 == pytest.approx(979 / 200)
     assert metrics.goodput is None
 
 
