@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import kernels
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.models import experts
@@ -17,6 +18,7 @@ from engine.models.linear import PackedModule
 from engine.runtime.launch.worker_plan import step_bytes
 from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
+from kernels import ServedFormats
 from kernels.library.commands import library
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.expert_variants import LATENT_VARIANTS
@@ -175,6 +177,15 @@ def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(
     files = [common | blocks, scales]
     _write_gpt_oss(quantized, files, intermediate_size=32, quantization_config=method)
     _write_gpt_oss(wide, [common | floats], intermediate_size=32)
+    logits = [
+        PagedSession(load_model(str(folder), "auto", "cpu", progress=False), [43]).step(
+            [(0, prompt_of(43))]
+        )
+        for folder in (quantized, wide)
+    ]
+    assert torch.equal(logits[0][0], logits[1][0])  # of blocks, if kernels multiply by them
+    nothing = ServedFormats(frozenset(), frozenset())
+    monkeypatch.setattr(kernels, "served_formats", lambda device, dtype: nothing)
     expected = _weights(wide)
     assert _weights(wide, load_format="dummy").keys() == expected.keys()
     for uploaded_to in ("cuda", "cpu"):  # a CPU's weights take the way of a GPU's

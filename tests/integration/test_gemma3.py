@@ -5,13 +5,17 @@ found in the prefix cache. `make test-slow` installs the packages if they can be
 """
 
 import os
+import subprocess
+import sys
 from itertools import takewhile
 
 import pytest
 import torch
 
 from baton.common.model_files.files import open_model_files
+from baton.common.model_files.named_models import gemma3_path
 from engine.runtime.weights.gguf_weights import GgufWeights
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.gemma3 import (
     LONG_TEXTS,
     MODEL,
@@ -124,3 +128,35 @@ def test_weights_are_dequantized_as_by_the_gguf_package():
             assert torch.equal(tensors.get_tensor(name), numbers - offset), name
             kinds.add(kind)
     assert kinds == {"F32", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
+
+
+_MEASURED_LOAD = """
+import sys
+from engine.runtime.weights import loader
+from engine.runtime.weights.checkpoint import open_checkpoint
+
+def kibibytes(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(key))
+
+loader.load_model(sys.argv[2], "auto", "cpu", progress=False)
+before = kibibytes("VmRSS")
+opened = open_checkpoint(sys.argv[1])
+header = kibibytes("VmRSS") - before  # of 262,144 tokens
+del opened
+model = loader.load_model(sys.argv[1], "auto", "cpu", progress=False)
+print(model.weight_bytes, (kibibytes("VmHWM") - before - header) * 1024, header * 1024)
+"""
+
+
+def test_loading_takes_the_memory_of_the_file():
+    """Also pages of the file count, which would be as many as those of the weights if it were
+    mapped."""
+    command = [sys.executable, "-c", _MEASURED_LOAD, MODEL, str(tiny_checkpoint("llama"))]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    weights, peak, header = map(int, found.stdout.split())
+    size = gemma3_path().stat().st_size
+    sizes = [f"{number >> 20} MiB" for number in (size, weights, peak, header)]
+    print("file {}, weights {}, at most {} beside {} of the header".format(*sizes))
+    assert weights < size * 1.03
+    assert peak < size * 1.1
