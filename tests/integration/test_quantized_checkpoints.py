@@ -1,7 +1,7 @@
 """Models of quantized checkpoints: their tokens are those of `transformers` on the same weights."""
 
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 import pytest
@@ -118,3 +118,14 @@ def test_other_quantizations_than_the_stated_one_are_refused(form, quantization,
         load_model(str(folder), "auto", "cpu", progress=False, quantization=form)
     with pytest.raises(ConfigurationError, match=problem):
         load_model(str(folder), "auto", "cpu", progress=False, quantization=quantization)
+
+
+def test_biases_of_layers_without_one_must_be_zero(tmp_path):
+    folder, _ = quantized_folders("llama", KINDS["gptq"], tmp_path)
+    tensors, bias = load_file(folder / "model.safetensors"), torch.zeros(64)
+    for number, problem in ((0.0, nullcontext()), (1.0, pytest.raises(ConfigurationError))):
+        bias[5] = number
+        tensors["model.layers.0.self_attn.o_proj.bias"] = bias
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with problem:
+            load_model(str(folder), "float32", "cpu", progress=False)
