@@ -1,7 +1,7 @@
 """Models of quantized checkpoints: their tokens are those of `transformers` on the same weights."""
 
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 import pytest
@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import kernels
 from baton.common.errors import ConfigurationError
+from engine.models.linear import PackedModule
 from engine.runtime.weights.loader import load_model
 from kernels.formats import FORMATS
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.kernel_checks import native_only
 from tests.support.quantized_layers import KINDS, quantized_folders
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -49,6 +51,22 @@ def test_transformers_reads_the_same_checkpoint(tmp_path):
     quantized, dense = quantized_folders("llama", KINDS["w4a16 groups"], tmp_path)
     prompt = prompt_of(20)
     assert reference_greedy(quantized, prompt, 8) == reference_greedy(dense, prompt, 8)
+
+
+@native_only("others compute with dense weights")
+@pytest.mark.parametrize(
+    ("form", "quantization", "kept_in", "head"),
+    [("awq", "awq", "INT4_32", "float32"), (None, "int4", "INT4_32", "INT8")],
+)
+def test_layers_stay_in_their_formats(form, quantization, kept_in, head, tmp_path):
+    folder = tiny_checkpoint("llama")
+    if form:
+        folder, _ = quantized_folders("llama", KINDS[form], tmp_path)
+    model = load_model(str(folder), "float32", "cpu", progress=False, quantization=quantization)
+    layers = [module for module in model.model.layers.modules() if isinstance(module, PackedModule)]
+    assert len(layers) == 4 * 3
+    assert all(kept_in in layer.weight.describe() for layer in layers)
+    assert head in model.model.lm_head.weight.describe()
 
 
 @pytest.mark.parametrize(("stated", "expected"), [("float16", "bfloat16"), ("float32", "float32")])
@@ -118,3 +136,14 @@ def test_other_quantizations_than_the_stated_one_are_refused(form, quantization,
         load_model(str(folder), "auto", "cpu", progress=False, quantization=form)
     with pytest.raises(ConfigurationError, match=problem):
         load_model(str(folder), "auto", "cpu", progress=False, quantization=quantization)
+
+
+def test_biases_of_layers_without_one_must_be_zero(tmp_path):
+    folder, _ = quantized_folders("llama", KINDS["gptq"], tmp_path)
+    tensors, bias = load_file(folder / "model.safetensors"), torch.zeros(64)
+    for number, problem in ((0.0, nullcontext()), (1.0, pytest.raises(ConfigurationError))):
+        bias[5] = number
+        tensors["model.layers.0.self_attn.o_proj.bias"] = bias
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with problem:
+            load_model(str(folder), "float32", "cpu", progress=False)

@@ -68,6 +68,17 @@ def test_a_layer_has_the_weight_that_its_library_makes_of_it(form, shape, kept_i
     assert torch.equal(as_numbers(found).to(weight.dtype), weight)
 
 
+def test_what_is_dequantized_or_has_no_effect_is_logged(tmp_path, caplog):
+    caplog.set_level("INFO", "baton.engine")
+    for form in ("gptq in another order", "fp8 tensors", "gptq"):
+        folder = tmp_path / form
+        folder.mkdir()
+        _open(KINDS[form], _write(KINDS[form], folder)[0])
+    unused, dense = (record.getMessage() for record in reversed(caplog.records))
+    assert dense.endswith(f"are dequantized: 1, the first is {_WEIGHT}")
+    assert unused == "quantization_config: activation_scheme: no effect"
+
+
 @pytest.mark.parametrize("form", ["gptq with zero points", "awq", "w4a16 channels", "fp8 blocks"])
 def test_parts_of_a_layer_in_several_files_are_those_of_its_weight(form, tmp_path):
     kind = KINDS[form]

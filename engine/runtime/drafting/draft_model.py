@@ -172,7 +172,6 @@ class DraftModel(Drafter):
             load_format=config.load_format,
             weights_folder=config.weights_folder,
             max_model_len=info.max_model_len,
-            quantization=config.quantization,
             quantized_compute=config.quantized_compute,
         )
         _check_fits(name, loaded, served, info.max_model_len)

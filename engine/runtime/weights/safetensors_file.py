@@ -28,6 +28,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -145,7 +146,7 @@ class _Slice:
         self.reader.read(stored.file, stored.offset + first * rows.itemsize, memory)
         sizes = [1] * (axis - 1) + [count] * min(axis, 1)
         others = [slice(part.start, part.stop) for part in ranges[axis:]]
-        return rows.view(*sizes, *shape[axis:])[(*[slice(None)] * axis, *others)]
+        return rows.view((*sizes, *shape[axis:]))[(*[slice(None)] * axis, *others)]
 
     def get_dtype(self) -> str:
         """Returns safetensors' name of its type."""

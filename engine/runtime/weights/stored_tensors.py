@@ -116,7 +116,7 @@ class StoredTensors:
     ) -> None:
         self._open_file, self._dtype = open_file, dtype
         self._entries: dict[str, StoredEntry] = {}
-        names, unused = _Names(model), Counter[tuple[Path, _Unused]]()
+        names, unused = _Names(model, self._is_zero), Counter[tuple[Path, _Unused]]()
         for entry in entries:
             name = names.find(entry)
             if isinstance(name, str):
@@ -217,6 +217,10 @@ class StoredTensors:
             parts = zip(_rows(one, first), _rows(other, second), strict=True)
             return all(self._are_same(rows, like) for rows, like in parts)
 
+    def _is_zero(self, entry: StoredEntry) -> bool:
+        with self._open_file(entry.file) as file:
+            return entry.dtype in _FLOAT_DTYPES and not file.get_tensor(entry.name).any()
+
     def _are_same(self, rows: torch.Tensor | BlockRows, like: torch.Tensor | BlockRows) -> bool:
         if isinstance(rows, BlockRows) and isinstance(like, BlockRows):
             return torch.equal(rows.data, like.data)
@@ -227,9 +231,14 @@ class _Names:
     """Finds the model's names of a checkpoint's tensors.
 
     Names in checkpoints that were saved from the bare model lack the first part of the prefix.
+
+    Args:
+        model: the whole model.
+        is_zero: reads whether a tensor has only zeros.
     """
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: CausalModel, is_zero: Callable[[StoredEntry], bool]) -> None:
+        self._is_zero = is_zero
         self._known: Set[str] = model.checkpoint_tensors().keys() | {model.head_tensor}
         self._head, self._is_unused = model.head_tensor, model.is_unused
         stem, _, inner = model.layers_path.partition(".")
@@ -258,6 +267,9 @@ class _Names:
             if pattern.search(name):
                 return part
         if self._is_unused(name):
+            return None
+        # AutoGPTQ writes biases of layers that have none.
+        if name.endswith(".bias") and self._is_zero(entry):
             return None
         raise ConfigurationError(
             f"{entry.file} has tensor {entry.name}, which the model does not have"

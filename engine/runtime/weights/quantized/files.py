@@ -4,9 +4,11 @@ A layer's codes, scales and zero points may lie in several files; its weight is 
 file that has the codes.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -37,6 +39,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 _Entries = dict[str, StoredEntry]
+_logger = logging.getLogger("baton.engine")
 _MakeLayer = Callable[[LayerTensors, Scheme], QuantizedLayer]
 
 
@@ -61,13 +64,14 @@ class QuantizedFiles:
         for entry in entries:
             path, _, part = entry.name.rpartition(".")
             parts[path][part] = entry
-        layers = {path for path, tensors in parts.items() if self._add(path, tensors, scheme)}
+        with self._files:
+            layers = {path for path, tensors in parts.items() if self._add(path, tensors, scheme)}
         for entry in entries:
             path, _, part = entry.name.rpartition(".")
             is_of_layer = path in layers and part in _PARTS
             if not is_of_layer and part not in _WITHOUT_EFFECT:
                 self._plain[entry.file].append(entry.name)
-        self._files.close()
+        self._log(scheme)
 
     def open(self, file: Path) -> "_QuantizedFile":
         """Opens one of the files; the result has the methods of `safe_open`'s."""
@@ -81,6 +85,19 @@ class QuantizedFiles:
                 self._weights[tensors[main].file][f"{path}.weight"] = layer
                 return True
         return False
+
+    def _log(self, scheme: Scheme) -> None:
+        """Logs what of a scheme has no effect, and which layers take more memory than stored."""
+        if scheme.unused:
+            _logger.info("quantization_config: %s: no effect", ", ".join(scheme.unused))
+        layers = chain.from_iterable(weights.items() for weights in self._weights.values())
+        dense = sorted(name for name, layer in layers if layer.format is None)
+        if dense:
+            _logger.warning(
+                "weights with groups of inputs, or zero points, that no storage format has are "
+                "dequantized: %d, the first is %s",
+                *(len(dense), dense[0]),
+            )
 
 
 class _QuantizedFile:
@@ -107,7 +124,7 @@ class _QuantizedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.close()
+        self._files.__exit__()
 
     def keys(self) -> list[str]:
         """Returns the tensors' names."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,14 +16,24 @@ __all__ = ["LayerTensors", "OpenFiles", "QuantizedLayer", "ordered_groups"]
 
 
 class OpenFiles:
-    """Safetensors files, each opened once until `close`, and the tensors of one layer.
+    """Safetensors files, each opened once, and the tensors of one layer.
 
-    Rows of layers whose tensors are transposed are all over these: each is read once.
+    A row of a transposed tensor is spread over all of it, so such tensors are read whole, once for
+    all pieces of a layer.
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
         self._layer, self._tensors = "", dict[str, torch.Tensor]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+        self._layer, self._tensors = "", {}
 
     def __getitem__(self, file: Path) -> Any:
         """Returns a file, with the methods of safetensors' `safe_open`."""
@@ -38,13 +48,6 @@ class OpenFiles:
         if entry.name not in self._tensors:
             self._tensors[entry.name] = self[entry.file].get_tensor(entry.name)
         return self._tensors[entry.name]
-
-    def close(self) -> None:
-        """Closes all files."""
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files.clear()
-        self._layer, self._tensors = "", {}
 
 
 class LayerTensors:
