@@ -19,8 +19,11 @@ from kernels.weights import QuantizedForm, RowsOfWeight, ServedFormats, TensorWe
 
 __all__ = ["SERVED_FORMATS", "BlockTable", "QuantizedWeight", "make_quantized_weight"]
 
-SERVED_FORMATS = ServedFormats(exact=frozenset(FORMATS.values()), fast=frozenset())
-"""The formats that the library packs and multiplies."""
+SERVED_FORMATS = ServedFormats(
+    exact=frozenset(FORMATS.values()),
+    fast=frozenset(each for name, each in FORMATS.items() if not name.startswith("FP8")),
+)
+"""The formats that the library packs and multiplies; codes of FP8 are not integers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ ARITHMETIC = tuple(
         "paged_attention",
         "pointwise",
         "quantized_cache",
+        "quantized_linear",
         "rotate_and_write_kv",
         "shared_prefix_attention",
         "weights",

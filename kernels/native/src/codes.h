@@ -30,7 +30,9 @@ inline Words nibbles(const uint8_t* codes, int word, int vector) {
 }
 
 // `words` shifted left by `count` bits, or right if it is negative.
-inline Words shifted(Words words, int count) { return count < 0 ? words >> -count : words << count; }
+inline Words shifted(Words words, int count) {
+  return count < 0 ? words >> -count : words << count;
+}
 
 // Word `word` of codes of five bits, whose fifth bits lie behind the nibbles: that of column
 // 4 * word + j is bit 8 * j + word.

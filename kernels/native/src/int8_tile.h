@@ -27,7 +27,7 @@ template <class F>
 class PackedSquares {
  public:
   using Policy = F;
-  // Vectors of outputs that are summed at a time: with codes being unpacked they fill the registers.
+  // Vectors of outputs that are summed at a time. With their codes they fill the registers.
 #if defined(__AVX512F__)
   static constexpr int kPassVectors = 2;
 #else

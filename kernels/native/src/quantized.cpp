@@ -166,10 +166,6 @@ void run_format(ElementType element, const Layers& layers, Workers& workers) {
 
 }  // namespace
 
-bool has_int8_form(Format format) {
-  return format != Format::kDense && format != Format::kFp8 && format != Format::kFp8_128;
-}
-
 void run_quantized(ElementType element, const Layers& layers, Workers& workers) {
   if (layers.empty()) return;
   switch (layers[0].layer.format) {
@@ -189,7 +185,7 @@ void run_quantized(ElementType element, const Layers& layers, Workers& workers) 
     case Format::kInt4_128: return run_format<Int4_128>(element, layers, workers);
     case Format::kDense:
     case Format::kFp8:
-    case Format::kFp8_128: return;
+    case Format::kFp8_128: return;  // have no codes of integers
   }
 }
 

@@ -5,10 +5,7 @@
 
 namespace baton {
 
-// Whether integer products can be computed with a format's codes.
-bool has_int8_form(Format format);
-
-// Computes layers of equal shapes and of one format that has an integer form.
+// Computes layers of equal shapes and of one format, whose codes are integers.
 void run_quantized(ElementType element, const Layers& layers, Workers& workers);
 
 }  // namespace baton
