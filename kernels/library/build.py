@@ -111,6 +111,11 @@ class _CompileJob:
         return (*_COMMON_FLAGS, *self.variant.compiler_flags)
 
     @property
+    def object_folder(self) -> Path:
+        """Holds an object per source file."""
+        return self.library_folder / _OBJECT_FOLDER / self.variant.name
+
+    @property
     def record(self) -> BuildRecord:
         """The record of a library built by this job."""
         command = shlex.join([*self.compiler.command, *self.flags])
@@ -188,11 +193,10 @@ def _bring_up_to_date(job: _CompileJob) -> Outcome:
 
 
 def _compile(job: _CompileJob, library: Path) -> Outcome:
-    folder = job.library_folder / _OBJECT_FOLDER / job.variant.name
-    folder.mkdir(parents=True, exist_ok=True)
+    job.object_folder.mkdir(parents=True, exist_ok=True)
     sources = sorted(job.source_folder.glob("*.cpp"))
-    objects = [folder / f"{source.stem}-{_digest_of_object(job, source)}.o" for source in sources]
-    for former in {*folder.glob("*.o")} - {*objects}:
+    objects = [_object_of(job, source) for source in sources]
+    for former in {*job.object_folder.glob("*.o")} - {*objects}:
         former.unlink(missing_ok=True)
     results = [*job.threads.map(partial(_compile_file, job), sources, objects)]
     if all(result.returncode == 0 for result in results):
@@ -207,8 +211,8 @@ def _compile(job: _CompileJob, library: Path) -> Outcome:
     return Outcome(job.variant.name, Status.FAILED, problem, output)
 
 
-def _digest_of_object(job: _CompileJob, source: Path) -> str:
-    """Returns a hash of everything that decides the object of a source file."""
+def _object_of(job: _CompileJob, source: Path) -> Path:
+    """Returns the path of a source file's object, named by everything that decides its content."""
     digest = hashlib.sha256(job.record.command.encode())
     texts, unread = dict[Path, str](), [source]
     while unread:
@@ -218,14 +222,19 @@ def _digest_of_object(job: _CompileJob, source: Path) -> str:
             unread += [job.source_folder / name for name in _INCLUDED_NAME.findall(texts[path])]
     for path in sorted(texts):
         digest.update(f"{path.name} {len(texts[path])}\n{texts[path]}".encode())
-    return digest.hexdigest()[:16]
+    return job.object_folder / f"{source.stem}-{digest.hexdigest()[:16]}.o"
 
 
 def _compile_file(job: _CompileJob, source: Path, wanted: Path) -> subprocess.CompletedProcess[str]:
     """Makes the object of a source file, unless there is one."""
     if wanted.exists():
         return subprocess.CompletedProcess((), 0, "", "")
-    return _make(job, wanted, [*job.flags, "-c", str(source)])
+    result = _make(job, wanted, [*job.flags, "-c", str(source)])
+    if result.returncode == 0 and wanted != _object_of(job, source):
+        wanted.unlink(missing_ok=True)
+        message = f"error: {source} has changed while it was compiled\n"
+        return subprocess.CompletedProcess(result.args, 1, "", message)
+    return result
 
 
 def _make(

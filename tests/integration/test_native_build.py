@@ -126,6 +126,15 @@ def test_only_files_that_changed_or_include_a_change_are_compiled_again(project,
     assert len([*(project.libraries / "objects" / name).iterdir()]) == 2
 
 
+def test_an_object_of_a_file_that_changes_meanwhile_is_not_kept(project, tmp_path):
+    edit = f"case \"$*\" in *answer.cpp*) echo '//' >> {project.sources}/answer.h;; esac"
+    editing = compiler_that(tmp_path, f'{edit}; exec {COMPILER.command[0]} "$@"')
+    (outcome,) = project.build(compiler=editing, variants=SLOWEST).values()
+    assert outcome.status is Status.FAILED
+    assert "answer.cpp has changed while it was compiled" in outcome.problem
+    assert not [*(project.libraries / "objects" / SLOWEST[0].name).iterdir()]
+
+
 def test_another_compiler_makes_libraries_stale(project, tmp_path):
     project.build(variants=SLOWEST)
     other = compiler_that(tmp_path, 'echo "other 1.0" ; exit 0')

@@ -17,25 +17,21 @@ typename E::Stored packed_element(const uint32_t* words, int64_t column) {
   return reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
 }
 
-// Working memory of a task for a matrix with a storage format.
-struct Decoded {
-  float* rows;     // [kRowsPerTask, num_columns]
-  uint8_t* panel;  // of rows that the matrix has one after another
+// Floats of the rows of a task.
+int64_t decoded_floats(const TakeRows& job) { return kRowsPerTask * job.num_columns; }
 
-  Decoded(const TakeRows& job, void* memory)
-      : rows(static_cast<float*>(memory)),
-        panel(reinterpret_cast<uint8_t*>(rows + kRowsPerTask * job.num_columns)) {}
-
-  static int64_t num_bytes(const TakeRows& job) {
-    return kRowsPerTask * job.num_columns * static_cast<int64_t>(sizeof(float)) +
-           geometry_of(job.format).panel_bytes(job.num_columns);
-  }
-};
+// Working memory for decoding them, and for a panel of rows that the matrix has one after another.
+int64_t decoding_bytes(const TakeRows& job) {
+  return decoded_floats(job) * static_cast<int64_t>(sizeof(float)) +
+         geometry_of(job.format).panel_bytes(job.num_columns);
+}
 
 bool has_row(const TakeRows& job, int64_t row) { return row >= 0 && row < job.num_matrix_rows; }
 
 // Decodes `count` rows from index `first` on, as far as the matrix has them.
-void decode_rows(const TakeRows& job, int64_t first, int64_t count, const Decoded& out) {
+const float* decode_rows(const TakeRows& job, int64_t first, int64_t count, void* memory) {
+  auto* rows = static_cast<float*>(memory);
+  auto* panel = reinterpret_cast<uint8_t*>(rows + decoded_floats(job));
   const auto* matrix = static_cast<const uint8_t*>(job.matrix);
   const int64_t panel_bytes = geometry_of(job.format).panel_bytes(job.num_columns);
   for (int64_t i = 0; i < count; ++i) {
@@ -43,14 +39,16 @@ void decode_rows(const TakeRows& job, int64_t first, int64_t count, const Decode
     if (!has_row(job, row)) continue;
     if (job.is_packed) {
       decode_outputs(job.format, matrix + row / kPanelColumns * panel_bytes, job.num_columns,
-                     static_cast<int>(row % kPanelColumns), 1, out.rows + i * job.num_columns);
+                     static_cast<int>(row % kPanelColumns), 1, rows + i * job.num_columns);
     } else {
       pack_blocks({job.format, matrix + row * job.row_stride, job.row_stride, 1, job.num_columns,
-                   out.panel, i, -1});
+                   panel, i, -1});
     }
   }
-  if (job.is_packed) return;
-  decode_outputs(job.format, out.panel, job.num_columns, 0, static_cast<int>(count), out.rows);
+  if (!job.is_packed) {
+    decode_outputs(job.format, panel, job.num_columns, 0, static_cast<int>(count), rows);
+  }
+  return rows;
 }
 
 // Writes one row of the matrix; a row of zeros if the matrix has no such row. `decoded` is the row
@@ -94,20 +92,22 @@ void adjust_row(const TakeRows& job, int64_t index, typename E::Stored* out) {
 
 template <class E, class Out>
 void run_take_rows(const TakeRows& job, Workers& workers) {
-  const bool is_quantized = job.format != Format::kDense;
-  if (is_quantized) {
-    for (Scratch& own : workers.own) own.reserve(Decoded::num_bytes(job));
+  const bool is_decoded = job.format != Format::kDense;
+  if (is_decoded) {
+    for (Scratch& own : workers.own) own.reserve(decoding_bytes(job));
   }
   const int64_t num_tasks = (job.num_rows + kRowsPerTask - 1) / kRowsPerTask;
   workers.pool.run(num_tasks, [&](int64_t task, int thread) {
     const int64_t first = task * kRowsPerTask, end = std::min(job.num_rows, first + kRowsPerTask);
-    const auto memory = is_quantized ? workers.own[static_cast<size_t>(thread)].reserve(0) : nullptr;
-    const Decoded decoded(job, memory);
-    if (is_quantized) decode_rows(job, first, end - first, decoded);
+    const float* decoded = nullptr;
+    if (is_decoded) {
+      void* memory = workers.own[static_cast<size_t>(thread)].reserve(0);
+      decoded = decode_rows(job, first, end - first, memory);
+    }
     for (int64_t i = first; i < end; ++i) {
       Out* out = static_cast<Out*>(job.out) + i * job.num_columns;
-      take_row<E>(job, job.rows[i] - job.first_row, decoded.rows + (i - first) * job.num_columns,
-                  out);
+      take_row<E>(job, job.rows[i] - job.first_row, decoded, out);
+      if (decoded) decoded += job.num_columns;
       if constexpr (std::is_same_v<Out, typename E::Stored>) adjust_row<E>(job, i, out);
     }
   });
