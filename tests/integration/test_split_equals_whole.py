@@ -104,7 +104,7 @@ def test_split_equals_transformers_for_later_families(
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     ("variant", "connector_url", "block_size", "overlaps"),
-    pairs(("lfm2", "qwen3_5", "qwen3_next"), CONNECTORS, (8, 16), (False, True)),
+    pairs(HYBRID_FAMILIES, CONNECTORS, (8, 16), (False, True)),
     indirect=["connector_url"],
 )
 def test_split_equals_transformers_with_states(
