@@ -11,6 +11,7 @@ from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
 from tests.support.engine_work import has_work
+from tests.support.later_families import HYBRID_FAMILIES, LATER_FAMILIES
 from tests.support.pairs import pairs
 from tests.support.real_engines import build_core, tokens_of
 from tests.support.requests import engine_request
@@ -19,6 +20,13 @@ NUM_TOKENS = 24
 PROMPT = tuple((7 + 31 * index) % 256 for index in range(21))
 STORES = ("memory", "shm", "file", "redis")
 CONNECTORS = (*STORES, "grpc", "nixl")
+
+
+# Each later family once, in turn with the connectors and the other values.
+LATER_CASES = [
+    (variant, CONNECTORS[index % 6], index % 4 > 1, (2, 11, 12)[index % 5 % 3])
+    for index, variant in enumerate(sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES}))
+]
 
 
 class Pair:
@@ -88,10 +96,10 @@ def num_computed(core: EngineCore) -> int:
     return int(histograms["baton_engine_step_tokens",].total)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(
     ("variant", "connector_url", "overlaps", "num_before"),
-    pairs(FAMILIES, CONNECTORS, (False, True), (2, 11, 12)),
+    pairs(FAMILIES, CONNECTORS, (False, True), (2, 11, 12)) + LATER_CASES,
     indirect=["connector_url"],
 )
 def test_a_moved_request_keeps_its_tokens_and_brings_its_kv(
@@ -118,10 +126,10 @@ def test_a_moved_request_keeps_its_tokens_and_brings_its_kv(
         assert computed == to_draw
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     ("variant", "connector_url", "overlaps", "num_before", "interval"),
-    pairs(("lfm2", "qwen3_5"), CONNECTORS, (False, True), (2, 3, 12), (8, 16)),
+    pairs(HYBRID_FAMILIES, CONNECTORS, (False, True), (2, 3, 12), (8, 16)),
     indirect=["connector_url"],
 )
 def test_a_moved_request_goes_on_at_the_last_states_that_were_kept(

@@ -58,11 +58,21 @@ class Operator:
         return answer.replicas
 
 
-@pytest.mark.parametrize("kv_connector", ["", "grpc://"], ids=["file", "grpc"])
-async def test_streams_go_on_while_workers_change_their_tier(tmp_path, kv_connector):
-    prompts = [prompt_of(60, seed=seed) for seed in range(3)]
-    expected = [reference_greedy(tiny_checkpoint("llama"), one, NUM_TOKENS) for one in prompts]
-    tiers = running_tiers(tmp_path, "prefill", "decode", "decode", kv_connector=kv_connector)
+@pytest.mark.parametrize(
+    ("variant", "kv_connector"),
+    [
+        ("llama", ""),
+        ("llama", "grpc://"),
+        ("qwen3_5", "grpc://"),
+    ],
+    ids=["file", "grpc", "states"],
+)
+async def test_streams_go_on_while_workers_change_their_tier(tmp_path, variant, kv_connector):
+    path, prompts = tiny_checkpoint(variant), [prompt_of(60, seed=seed) for seed in range(3)]
+    expected = [reference_greedy(path, prompt, NUM_TOKENS) for prompt in prompts]
+    tiers = running_tiers(
+        tmp_path, "prefill", "decode", "decode", kv_connector=kv_connector, variant=variant
+    )
     async with tiers as router:
         operator = Operator(router)
         is_over = asyncio.Event()

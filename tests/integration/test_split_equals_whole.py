@@ -19,13 +19,15 @@ from tests.support.checkpoints import (
     tiny_checkpoint,
 )
 from tests.support.expert_variants import EXPERT_VARIANTS, LATENT_VARIANTS
+from tests.support.later_families import HYBRID_FAMILIES, LATER_FAMILIES
 from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
 _OTHER_VARIANTS = sorted(
-    {*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS} - {*FAMILIES}
+    {*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS}
+    - {*FAMILIES, *LATER_FAMILIES}
 )
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
 # How the KV of a step's layers is moved.
@@ -79,10 +81,30 @@ def test_split_equals_transformers_for_variants(variant: str, connector_url: str
     check_split(variant, connector_url, 8)
 
 
-@pytest.mark.sampled(one_in=3)
+_ALL_LATER = pairs(
+    sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES}), CONNECTORS, (8, 16), (False, True)
+)
+"""Each family with each connector, which takes too long for each run of the tests."""
+
+
+@pytest.mark.sampled(one_in=14)
 @pytest.mark.parametrize(
     ("variant", "connector_url", "block_size", "overlaps"),
-    pairs(("lfm2", "qwen3_5", "qwen3_next"), CONNECTORS, (8, 16), (False, True)),
+    # Two connectors for each family, in turn.
+    [case for index, case in enumerate(_ALL_LATER) if (index // len(CONNECTORS) + index) % 3 == 0],
+    indirect=["connector_url"],
+)
+def test_split_equals_transformers_for_later_families(
+    variant: str, connector_url: str, block_size: int, overlaps: bool
+) -> None:
+    requests = requests_of(block_size - 1, block_size + 1, 3 * block_size + 3)
+    check_split(variant, connector_url, block_size, requests, async_scheduling=overlaps)
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("variant", "connector_url", "block_size", "overlaps"),
+    pairs(HYBRID_FAMILIES, CONNECTORS, (8, 16), (False, True)),
     indirect=["connector_url"],
 )
 def test_split_equals_transformers_with_states(
