@@ -13,7 +13,6 @@ from benchmarks.peers import peer_process
 
 WORKERS = Path(peer_process.__file__).parent / "workers"
 VOCAB = 50
-NUM_PARTS = 5  # pointers of a batch
 
 
 class FakeLlama(ModuleType):
@@ -83,12 +82,12 @@ def test_sequences_decode_before_prompts_and_a_prompt_takes_the_rest_of_the_batc
     assert library.removed == [(0, -1, -1), (1, -1, -1)]
 
 
-def test_requests_wait_for_a_place_and_for_kv(worker, monkeypatch):
-    monkeypatch.setattr(worker, "_KV_TOKENS", 5)
+def test_requests_wait_for_a_part_of_the_kv_cache_that_holds_the_longest(worker, monkeypatch):
+    monkeypatch.setattr(worker, "_SEQUENCE_TOKENS", 2)
+    monkeypatch.setattr(worker, "_KV_TOKENS", 8)
     requests = [worker.Request([1, 2], 1), worker.Request([3], 1), worker.Request([4, 5], 1)]
-    engine = engine_of(worker)
-    results = engine.run(requests)
+    results = engine_of(worker).run(requests)
     assert [result.token_ids for result in results] == [[3], [4], [6]]
     first, second = sys.modules["llama_cpp"].steps
-    assert [token for _, _, token, _ in first] == [3, 1, 2]
-    assert [(number, token) for number, _, token, _ in second] == [(2, 4), (2, 5)]
+    assert [(number, token) for number, _, token, _ in first] == [(1, 3), (0, 1), (0, 2)]
+    assert [(number, token) for number, _, token, _ in second] == [(1, 4), (1, 5)]
