@@ -88,10 +88,11 @@ class EngineConfig:
         aliases={"-q": None},
     )
     quantized_compute: str = flag(
-        "exact",
+        "auto",
         "how quantized weights are computed on a CPU: exact, as if they were stored in --dtype; "
-        "fast, with inputs rounded to eight bits; prefill and decode need the same",
-        choices=QUANTIZED_COMPUTE,
+        "fast, with inputs rounded to eight bits; auto, fast in bfloat16 and exact in float32; "
+        "prefill and decode need the same",
+        choices=("auto", *QUANTIZED_COMPUTE),
     )
     kv_cache_dtype: str = flag(
         "auto",
@@ -175,7 +176,7 @@ class EngineConfig:
     max_step_ms: str | float | None = flag(
         None,
         "milliseconds that a step may take for prompts while sequences decode, here or in a worker "
-        "that takes turns with this one: auto, some times as long as a step without prompts; 0, "
+        "that takes turns with this one: auto, four times as long as a step without prompts; 0, "
         "any time (default: auto on a CPU, 0 on a GPU)",
         parse=auto_or_number,
         metavar="MS",

@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 _MAX_JSON_WHITESPACE = 256
+_MAX_STEP_MS = 3_600_000
 _POSITIVE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -87,9 +88,9 @@ def check_ranges(config: Any) -> None:
     if publish not in ("off", "finish") and not (publish.isdecimal() and int(publish) > 0):
         raise bad_flag("kv_publish", publish, "off, finish or a number >= 1")
     step_ms = config.max_step_ms
-    is_number = isinstance(step_ms, int | float) and 0 <= step_ms < math.inf
+    is_number = isinstance(step_ms, int | float) and 0 <= step_ms <= _MAX_STEP_MS
     if step_ms not in (None, "auto") and not is_number:
-        raise bad_flag("max_step_ms", step_ms, "auto or a number >= 0")
+        raise bad_flag("max_step_ms", step_ms, f"auto or a number from 0 to {_MAX_STEP_MS:,}")
 
 
 def check_folder(name: str, path: str | None) -> None:

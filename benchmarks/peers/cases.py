@@ -26,7 +26,6 @@ __all__ = [
 Requests = Sequence[BenchRequest]
 
 CASE_NAMES = ("batch-1", "mixed", "shared-prefix", "long-prompts")
-_MIN_GAP_S = 1e-6  # of tokens that an engine returns together
 _MAX_TOKEN_ID = 16_384
 """Limit of the prompts' token ids, so that random models of any vocabulary get equal prompts."""
 _MIXED_SEED = 48  # differs from the other cases' seeds, so that no cases share a prefix
@@ -141,9 +140,12 @@ def _output_rate_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings
 
 def _gap_ratio(requests: Requests, run: PeerRun) -> float:
     """Returns the 99th percentile of the gaps between two tokens of a request over their median."""
-    times_s = [answer.token_times_s for answer in run.answers]
-    p50, p99 = np.percentile(np.concatenate(list(map(np.diff, times_s))), (50, 99))
-    return float(p99 / max(p50, _MIN_GAP_S))
+    gaps_s = np.concatenate([np.diff(answer.token_times_s) for answer in run.answers])
+    gaps_s = gaps_s[gaps_s > 0]  # else both tokens are of one message
+    if not len(gaps_s):
+        return 1.0
+    p50, p99 = np.percentile(gaps_s, (50, 99))
+    return float(p99 / p50)
 
 
 def _gap_ratio_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:

@@ -85,8 +85,7 @@ def main(args: argparse.Namespace) -> None:
     bfloat16, of its quantized forms, and of llama.cpp on the same files, all on the same texts.
     """
     check_output_args(args)
-    refuse_below(1, num_texts=args.num_texts)
-    refuse_below(2, text_tokens=args.text_tokens)
+    refuse_below(2, num_texts=args.num_texts, text_tokens=args.text_tokens)
     peers_folder = args.peers_folder.expanduser().resolve()
     setting = Setting(
         model=compared_model(args.model, peers_folder / "models"),

@@ -53,13 +53,12 @@ class Divergence:
         self._num_agreeing += int((base.argmax(-1) == other.argmax(-1)).sum())
 
     def figures(self) -> DivergenceFigures:
-        """Returns the figures of all texts, of which there must be one."""
+        """Returns the figures of all texts, of which there must be two."""
         values = torch.cat(self._by_text)
         means = torch.stack([text.mean() for text in self._by_text])
-        is_alone = len(means) == 1
         return DivergenceFigures(
             mean=float(values.mean()),
-            error=math.nan if is_alone else float(means.std()) / math.sqrt(len(means)),
+            error=float(means.std()) / math.sqrt(len(means)),
             p99=float(values.quantile(0.99)),
             agreement=self._num_agreeing / len(values),
             num_positions=len(values),

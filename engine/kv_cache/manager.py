@@ -108,9 +108,9 @@ class KvCacheManager:
                 ends before the block with those states: full, computed blocks are offered to the
                 cache with their slot, which has no states until they are loaded.
         """
-        num_usable = min(num_tokens - 1, num_loaded or num_tokens)
-        if num_loaded and self.spec.states is not None:
-            num_usable = num_loaded - 1
+        num_usable = num_tokens - 1
+        if num_loaded:
+            num_usable = min(num_usable, num_loaded - (0 if self.spec.states is None else 1))
         limit = min(len(keys), num_usable // self.spec.block_size)
         limit = limit if self._enable_prefix_caching else 0
         return self._prefixes.match(keys, limit, needs_states=not num_loaded)

@@ -97,8 +97,6 @@ class StateSlots:
         table.blocks.append([NO_BLOCK] * first + list(slots or self._pool.allocate_slots(1)))
         table.first_live.append(first)
         table.num_applied = num_applied
-        if num_loaded:  # its slot may lie at the end of a block that is cached
-            table.num_registered = min(table.num_registered, first)
 
     def num_missing(self, table: BlockTable) -> int:
         """Returns the number of slots, 0 or 1, without which the table cannot be extended."""

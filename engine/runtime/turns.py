@@ -17,7 +17,8 @@ so without waiting, until `turn` is free or its stamp changes.
 
 An engine whose streams wait with it writes its wish behind the stamp: how long a
 turn of another engine may be. The others read it when they schedule, and bound
-their steps. A wish is good for a moment only, so it need not be withdrawn.
+their steps. Of several wishes the shortest counts. A wish is good for about a second
+and written again during longer waits, so it need not be withdrawn.
 """
 
 import fcntl
@@ -50,6 +51,7 @@ _STAMP_BYTES = 8
 _WISH = struct.Struct("dd")
 """Behind the stamp: the wish, and the time of the machine's monotonic clock until which it is
 good. An engine that still has the wish writes it again before."""
+_MAX_WISH_S = 3600.0
 _FILE_BYTES = _STAMP_BYTES + _WISH.size
 
 _logger = logging.getLogger("baton.engine")
@@ -75,6 +77,7 @@ class Turns:
     def __init__(self, folder: str | None, longest_turn_s: float = _MAX_TURN_S) -> None:
         self.wish_s: float | None = None
         self._written_wish = b""
+        self._rewrite_at = 0.0
         self._longest_turn_s = longest_turn_s
         self._files = () if folder is None else _open_files(Path(folder))
         self._seen_stamp: bytes | None = None
@@ -91,14 +94,18 @@ class Turns:
 
     @property
     def others_wish_s(self) -> float | None:
-        """The newest wish of another engine, if it is still good. Any thread may read it."""
-        record = os.pread(self._files[1], _WISH.size, _STAMP_BYTES) if self._files else b""
+        """The shortest wish of another engine, if it is still good. Any thread may read it."""
+        files = self._files
+        try:
+            record = os.pread(files[1], _WISH.size, _STAMP_BYTES) if files else b""
+        except OSError:
+            return None  # the files lie on another machine, or were just closed
         if len(record) < _WISH.size or record == self._written_wish:
             return None
         wish_s, good_until = _WISH.unpack(record)
         # A later time is that of a clock before the machine was started again.
         is_good = 0 < good_until - time.monotonic() <= _time_good_s(wish_s)
-        return wish_s if is_good else None
+        return wish_s if is_good and 0 < wish_s <= _MAX_WISH_S else None
 
     @contextmanager
     def wait_for_turn(self) -> Iterator[None]:
@@ -139,10 +146,14 @@ class Turns:
         return is_locked
 
     def _write_wish(self, turn: int) -> None:
-        if (wish_s := self.wish_s) is not None:
-            self._written_wish = _WISH.pack(wish_s, time.monotonic() + _time_good_s(wish_s))
-            with suppress(OSError):  # the other engines' turns are as long as before
-                os.pwrite(turn, self._written_wish, _STAMP_BYTES)
+        """Writes the wish, unless another engine's is shorter."""
+        if (wish_s := self.wish_s) is None or (self.others_wish_s or wish_s) < wish_s:
+            return
+        good_s = _time_good_s(wish_s)
+        self._rewrite_at = time.monotonic() + good_s / 2
+        self._written_wish = _WISH.pack(wish_s, time.monotonic() + good_s)
+        with suppress(OSError):  # the other engines' turns are as long as before
+            os.pwrite(turn, self._written_wish, _STAMP_BYTES)
 
     def _lock_next_then_turn(self, next_file: int, turn: int) -> bool:
         if not self._wait_for_lock(next_file, turn, _NEXT_SLEEP_S, _NEXT_SLEEP_S):
@@ -161,6 +172,8 @@ class Turns:
             now = time.monotonic()
             if self._is_overdue(turn, now):
                 return False
+            if now >= self._rewrite_at:  # the turn that it waits for is a long one
+                self._write_wish(turn)
             pause_s = (now - started) / _SLEEPS_PER_WAIT
             time.sleep(min(max(pause_s, shortest_sleep_s), longest_sleep_s))
         return True

@@ -218,7 +218,9 @@ class Admission:
             if not self._has_seats(group):
                 wide = wide or group
                 continue
-            if plan.is_full and not loads.may_find:
+            # A swapped group goes on to decode, which needs no budget for prompts.
+            is_full = plan.is_full if group.swapped is None else plan.budget <= 0
+            if is_full and not loads.may_find:
                 break  # without budget, groups can only start to load
             if not self._admit_any(group, plan):
                 break

@@ -259,12 +259,14 @@ class Scheduler:
     def _schedule_step(self, *, retries: bool) -> ScheduledBatch | None:
         if self._drafts is not None:
             self._drafts.scheduling_began()
-        plan = self._new_plan()
+        plan = self._new_plan(is_bounded=not retries)
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
-        if retries and self._retries.plan(plan):
-            return self._start_step(plan)
+        if retries:
+            if self._retries.plan(plan):
+                return self._start_step(plan)
+            plan = self._new_plan()
         if self._drafts is not None:
             plan.num_reserved = sum(1 for _ in self._chunking())
         # The most important first: only groups after the current one are preempted.
@@ -277,12 +279,17 @@ class Scheduler:
             self._admission.admit_waiting(plan)
         return self._start_step(plan)
 
-    def _new_plan(self) -> StepPlan:
-        """Returns the plan of a step that has nothing but the sequences that decode."""
+    def _new_plan(self, *, is_bounded: bool = True) -> StepPlan:
+        """Returns the plan of a step that has nothing but the sequences that decode.
+
+        Args:
+            is_bounded: whether its prompts are bounded by time. A step that tries a group alone
+                is not: nobody decodes in it.
+        """
         began_at, num_decoding = self._times.now(), len(self._decoding)
         num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in self._chunking())
         num_present = self._queues.num_running + len(self._queues.waiting)
-        prompt_budget = self._times.prompt_budget(num_decoding, num_present)
+        prompt_budget = self._times.prompt_budget(num_decoding if is_bounded else 0, num_present)
         self._metrics.step_limited(self._times.limit_s)
         budget = self._config.max_num_batched_tokens
         return StepPlan(
@@ -302,7 +309,7 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[EngineOutput]:
         """Processes a step's tokens; returns the requests' outputs."""
         record, now = self._end_step(batch), self._clock()
-        self._times.ended(batch, record.began_at)
+        self._times.record_step(batch, record.began_at)
         self._retries.step_committed()
         self._count_decoded(record, now)
         outputs: list[EngineOutput] = []

@@ -22,9 +22,8 @@ NO_BOUND = sys.maxsize
 _FACTOR = 4.0
 """With `auto`, a step with prompts may take as long as so many steps that only decode."""
 _MIN_TOKENS = 64
-"""The least bound: with shorter chunks, a step would mostly read the weights again."""
-_QUANTUM = 64
-"""Of a step's tokens: sizes must recur to be replayed (`RecordedSteps`), which saves a tenth."""
+"""The minimum: with shorter chunks, a step would mostly read the weights again. Larger steps have
+a multiple of it: sizes must recur to be replayed (`RecordedSteps`), which saves a tenth."""
 _RATE = 0.2  # weight of a step in a mean
 _MAX_RATIO = 2.0  # to its expected time, up to which a step counts: it may have been disturbed
 _MIN_S = 1e-9
@@ -52,8 +51,8 @@ class StepTimes:
         turns: EngineTurns,
     ) -> None:
         self.limit_s = 0.0
-        self._max_step_ms, self._min_tokens = config.max_step_ms or 0, _MIN_TOKENS
-        self._quantum = min(_QUANTUM, self._min_tokens)
+        self._max_step_ms = config.max_step_ms or 0
+        self._tokens_per_row = 1 + config.max_drafts
         self._max_running, self._num_lanes = config.max_running, config.num_lanes
         self._clock = clock
         self._turns = turns
@@ -65,8 +64,8 @@ class StepTimes:
         """Returns the clock's seconds without those in which the engine waited for its turn."""
         return self._clock() - self._turns.waited_s
 
-    def ended(self, batch: ScheduledBatch, began_at: float) -> float:
-        """Measures a step that was computed; returns its seconds.
+    def record_step(self, batch: ScheduledBatch, began_at: float) -> None:
+        """Measures a step that was computed.
 
         Args:
             batch: the step.
@@ -77,46 +76,51 @@ class StepTimes:
         seconds, self._ended_at = max(0.0, now - max(began_at, self._ended_at)), now
         num_tokens = batch.num_tokens
         if not num_tokens:
-            return seconds  # it only copied blocks
+            return  # it only copied blocks
         counted_s = min(seconds, _MAX_RATIO * self._step_s(num_tokens))
-        if num_tokens - len(batch.chunks) - len(batch.decode_rows) < self._min_tokens // 2:
+        num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
+        num_decoded = len(batch.chunks) + num_drafts + len(batch.decode_rows)
+        if num_tokens - num_decoded >= _MIN_TOKENS // 2:
+            token_s = max(_MIN_S, (counted_s - self._fixed_s) / num_tokens)
+            self._token_s += _RATE * (token_s - self._token_s)
+        elif self._fixed_s:
             fixed_s = max(0.0, counted_s - num_tokens * self._token_s)
             self._fixed_s += _RATE * (fixed_s - self._fixed_s)
         else:
-            token_s = max(_MIN_S, (counted_s - self._fixed_s) / num_tokens)
-            self._token_s += _RATE * (token_s - self._token_s)
-        return seconds
+            self._fixed_s = max(_MIN_S, seconds - num_tokens * self._token_s)
 
     def prompt_budget(self, num_decoding: int, num_present: int) -> int:
         """Returns how many prompt tokens the next step may compute; `NO_BOUND` for any number.
 
         Args:
             num_decoding: sequences that have computed their prompts.
-            num_present: all sequences that run or wait.
+            num_present: those and all others that run, and the requests that wait.
         """
         self.limit_s = 0.0
         if not self._max_step_ms:
             return NO_BOUND
-        num_rows = self._rows_per_step(num_decoding)
-        decode_s = self._step_s(num_rows)
+        num_decoded = self._tokens_per_step(num_decoding)
+        decode_s = self._step_s(num_decoded)
         wishes_s = [self._turns.others_wish_s]
         if num_decoding:
-            own_s = self._longest_s(self._rows_per_step(max(num_decoding, num_present)))
+            own_s = self._longest_s(self._tokens_per_step(max(num_decoding, num_present)))
             wishes_s.append(own_s)
         self._turns.wish_s = max(_MIN_S, own_s - decode_s) if num_decoding else None
         self.limit_s = min((wish_s for wish_s in wishes_s if wish_s), default=0.0)
         if not self.limit_s:
             return NO_BOUND
         num_tokens = int((self.limit_s - self._fixed_s) / self._token_s)
-        return max(self._min_tokens, num_tokens - num_tokens % self._quantum - num_rows)
+        return max(_MIN_TOKENS, num_tokens - num_tokens % _MIN_TOKENS - num_decoded)
 
-    def _rows_per_step(self, num_sequences: int) -> int:
-        return -(-min(num_sequences, self._max_running) // self._num_lanes)
+    def _tokens_per_step(self, num_sequences: int) -> int:
+        """Returns the tokens, draft tokens included, of a step in which sequences decode."""
+        num_rows = -(-min(num_sequences, self._max_running) // self._num_lanes)
+        return num_rows * self._tokens_per_row
 
-    def _longest_s(self, num_rows: int) -> float:
-        """Returns the longest time of a step, if so many sequences will decode soon."""
+    def _longest_s(self, num_decoded: int) -> float:
+        """Returns the longest time of a step, if steps will soon decode so many tokens."""
         if self._max_step_ms == AUTO:
-            return _FACTOR * self._step_s(num_rows)
+            return _FACTOR * self._step_s(num_decoded)
         return float(self._max_step_ms) / 1000
 
     def _step_s(self, num_tokens: int) -> float:

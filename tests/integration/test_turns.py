@@ -3,11 +3,14 @@
 import errno
 import itertools
 import logging
+import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import psutil
@@ -141,6 +144,47 @@ def test_the_wish_of_an_engine_reaches_others_for_a_moment(make, monkeypatch):
         assert other.others_wish_s is None
     now -= 500.0  # the machine was started again
     assert other.others_wish_s is None
+
+
+def test_a_wish_outlives_a_long_turn(make, monkeypatch):
+    """It is written again while its engine waits."""
+    waiting, computing = make(), make()
+    waiting.wish_s = 0.05
+    now = 1000.0
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
+    naps = 0
+
+    def nap(seconds):
+        nonlocal now, naps
+        now, naps = now + 0.3, naps + 1
+        assert computing.others_wish_s == 0.05
+        if naps == 10:
+            held.close()
+
+    monkeypatch.setattr(turns_module.time, "sleep", nap)
+    with ExitStack() as held:
+        held.enter_context(computing.wait_for_turn())
+        with waiting.wait_for_turn():
+            assert naps == 10
+
+
+def test_the_shortest_of_several_wishes_counts(make):
+    first, second, other = make(), make(), make()
+    for turns, wish_s in ((first, 0.05), (second, 2.0), (first, 0.05)):
+        turns.wish_s = wish_s
+        with turns.wait_for_turn():
+            assert other.others_wish_s == 0.05
+    first.wish_s = 0.02
+    with first.wait_for_turn():
+        assert second.others_wish_s == 0.02
+
+
+def test_a_wish_that_is_no_time_is_ignored(make, tmp_path):
+    turns = make()
+    for wish_s in (math.nan, math.inf, 0.0, -1.0, 1e308):
+        record = struct.pack("dd", wish_s, time.monotonic() + 0.5)
+        (tmp_path / "turn").write_bytes(bytes(8) + record)
+        assert turns.others_wish_s is None
 
 
 def test_files_of_an_older_version_have_no_wish(make, tmp_path):

@@ -137,7 +137,8 @@ def load_model(
         quantization: the format to which weights are rounded, or how the checkpoint has to be
             quantized: `EngineConfig.quantization`.
         quantized_compute: how quantized weights are computed where kernels can: "exact", as the
-            dense weights of their numbers, or "fast", with inputs rounded to eight bits.
+            dense weights of their numbers; "fast", with inputs rounded to eight bits; "auto",
+            fast in bfloat16.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
@@ -172,7 +173,8 @@ def load_model(
     rounding = online_formats(whole, quantization)
     served = kernels.served_formats(device, weights_dtype)
     formats = {*rounding.values(), *(stored.formats if stored is not None else ())}
-    is_fast = quantized_compute == "fast" and not served.fast.isdisjoint(formats)
+    fast_modes = ("fast", "auto") if dtype_name == "bfloat16" else ("fast",)
+    is_fast = quantized_compute in fast_modes and not served.fast.isdisjoint(formats)
 
     def format_of(name: str) -> WeightFormat | None:
         of_file = None if stored is None else stored.format_of(name)

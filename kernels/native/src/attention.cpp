@@ -201,9 +201,11 @@ class UnitAttention {
     for (int64_t i = 0; i < job_.head_dim; i += kLanes) {
       largest = larger_magnitudes(largest, read_lanes<E>(query + i, job_.head_dim - i));
     }
-    const float factor = Int16::factor_of(largest_lane(largest)), scaling = 1.0f / factor;
+    const float most = Int16::largest_for(job_.head_dim);
+    const float factor = Int16::factor_of(largest_lane(largest), most), scaling = 1.0f / factor;
     const auto element = [&](int64_t i) -> Operand {
-      const float value = i < job_.head_dim ? E::widen_one(query[i]) * scaling : 0.0f;
+      const bool is_number = i < job_.head_dim && factor == factor;
+      const float value = is_number ? E::widen_one(query[i]) * scaling : 0.0f;
       return static_cast<uint16_t>(static_cast<int64_t>(std::nearbyint(value)));
     };
     for (int64_t group = 0; group < head_groups_; ++group) {

@@ -45,12 +45,19 @@ struct Int16 {
 #endif
   }
 
-  // The factor of a row whose largest magnitude has these bits: NaN if it is not finite.
-  static float factor_of(int32_t bits) {
+  // The largest operand whose sums of products with `count` elements of int8 are int32.
+  static float largest_for(int64_t count) {
+    constexpr int64_t kLargestSum = std::numeric_limits<int32_t>::max();
+    return std::min(kLargest, static_cast<float>(kLargestSum / (128 * count)));
+  }
+
+  // The factor of a row whose largest magnitude has these bits and becomes `operand`: NaN if it is
+  // not finite.
+  static float factor_of(int32_t bits, float operand = kLargest) {
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     const bool is_finite = largest <= std::numeric_limits<float>::max();
-    return is_finite ? std::max(largest / kLargest, std::numeric_limits<float>::min())
+    return is_finite ? std::max(largest / operand, std::numeric_limits<float>::min())
                      : std::numeric_limits<float>::quiet_NaN();
   }
 

@@ -2,9 +2,6 @@
 // 8 bits are made.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "commands.h"

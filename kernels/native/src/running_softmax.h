@@ -42,7 +42,7 @@ inline Floats larger_scores(const AttendedRange& attended, int64_t width, float*
   return best;
 }
 
-// Multiplies the first `width` of a tile's scores [rows][kTileTokens], which may be integers, by the
+// Multiplies the first `width` of a tile's scores [rows][kTileTokens], maybe integers, by the
 // factors of its keys and of rows.
 template <class P>
 void scale_scores(int rows, int64_t width, const float* key_factors, const float* row_factors,
@@ -91,9 +91,9 @@ inline void add_sink(const RowStates& states, int64_t row, float score) {
 // value_factors: of the tile's tokens, by which the operands are multiplied; or null.
 // shares: factors of rows of operands that are integers.
 template <class P, class RangeOf>
-void weigh(const RowStates& states, int64_t first, int rows, int64_t width, float scale, const RangeOf& range_of,
-           const float* value_factors, float* scores, typename P::Operand* weights,
-           float* factors, float* shares) {
+void weigh(const RowStates& states, int64_t first, int rows, int64_t width, float scale,
+           const RangeOf& range_of, const float* value_factors, float* scores,
+           typename P::Operand* weights, float* factors, float* shares) {
   Floats largest[kTileRows];
   for (int row = 0; row < rows; ++row) {
     largest[row] = larger_scores(range_of(first + row), width, scores + row * kTileTokens);

@@ -11,7 +11,7 @@ inline void fetch(const T* line) {
   __builtin_prefetch(line, 0, 2);
 }
 
-// kLanes words of adjacent elements, of which the first `num_elements` are stored; the others are 0.
+// kLanes words of adjacent elements. The first `num_elements` are stored, the others 0.
 template <class Kv>
 inline __attribute__((always_inline)) Words key_words(const typename Kv::Element* from,
                                                       int64_t num_elements) {
@@ -84,14 +84,14 @@ inline __attribute__((always_inline)) Words value_words(const CachedToken<Kv>* t
 template <class Kv>
 void pack_values(const TileTokens<Kv>& tokens, int64_t num_tokens, int64_t value_dim,
                  uint32_t* panels) {
-  constexpr int64_t kLine = 64 / sizeof(typename Kv::Element);
-  const int64_t num_fetched = Kv::Product::kGroup * tokens.num_fetched(round_up(num_tokens, Kv::Product::kGroup));
+  constexpr int64_t kLine = 64 / sizeof(typename Kv::Element), kGroup = Kv::Product::kGroup;
+  const int64_t num_fetched = kGroup * tokens.num_fetched(round_up(num_tokens, kGroup));
   const CachedToken<Kv>* now = tokens.now();
   const CachedToken<Kv>* next = tokens.next();
-  for (int64_t group = 0; group * Kv::Product::kGroup < num_tokens; ++group, now += Kv::Product::kGroup) {
+  for (int64_t group = 0; group * kGroup < num_tokens; ++group, now += kGroup) {
     for (int64_t column = 0; column < round_up(value_dim, kPanelColumns); column += kLanes) {
       uint32_t* to = panels + column % kPanelColumns +
-                     (column / kPanelColumns * (kTileTokens / Kv::Product::kGroup) + group) * kPanelColumns;
+                     (column / kPanelColumns * (kTileTokens / kGroup) + group) * kPanelColumns;
       const int64_t count = std::max<int64_t>(0, value_dim - column);
       store(to, value_words<Kv>(now, column, count));
     }
@@ -109,7 +109,7 @@ class CachedValues {
   CachedValues(const TileTokens<Kv>& tokens, int64_t num_tokens, int64_t column)
       : now_(tokens.now()),
         next_(tokens.next()),
-        num_fetched_(Kv::Product::kGroup * tokens.num_fetched(round_up(num_tokens, Kv::Product::kGroup))),
+        num_fetched_(kGroup * tokens.num_fetched(round_up(num_tokens, kGroup))),
         column_(column) {}
 
   CachedValues from_column(int column) const {
@@ -132,6 +132,8 @@ class CachedValues {
   }
 
  private:
+  static constexpr int64_t kGroup = Kv::Product::kGroup;
+
   const CachedToken<Kv>* now_;
   const CachedToken<Kv>* next_;
   int64_t num_fetched_;

@@ -51,6 +51,7 @@ class AnswerBuilder:
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self._new_call_id = new_call_id
         self._num_calls = 0
+        self._call_ids: set[str] = set()
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
@@ -71,10 +72,13 @@ class AnswerBuilder:
 
         Args:
             name: the function's.
-            call_id: empty: the call gets a new one.
+            call_id: the call gets a new one if it is empty, or that of an earlier call.
         """
         self._end_call()
-        self._calls.append(ToolCallDelta(self._num_calls, call_id or self._new_call_id(), name))
+        if not call_id or call_id in self._call_ids:
+            call_id = self._new_call_id()
+        self._call_ids.add(call_id)
+        self._calls.append(ToolCallDelta(self._num_calls, call_id, name))
         self._num_calls += 1
         self._whitespace = ""
         self._holds_whitespace = True

@@ -11,7 +11,7 @@ from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.prefix_cache import runs_of
-from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec, StateSpacing
 
 KEYS = [bytes([index]) for index in range(32)]
 SIZE = 4
@@ -209,6 +209,23 @@ def test_a_load_continues_the_cached_prefix():
     assert table.first_live == [0, 2]
     assert table.num_registered == 2
     assert kv.pool.references()[first.blocks[1][1]] == 1, "a block behind the window is not held"
+
+
+def test_states_that_are_still_loaded_are_not_cached():
+    """A request that ends meanwhile leaves its computed blocks to the cache."""
+    spec = KvCacheSpec(SIZE, max_chunk=24, states=StateSpacing(SIZE, SIZE))
+    kv = KvCacheManager(16, spec, enable_prefix_caching=True, num_slots=3)
+    table = admit(kv, 9)
+    kv.append(table, 0, 9)
+    kv.register(table, KEYS, 9)
+    kv.free(table)
+    kv.pool.forget([kv.pool.lookup(KEYS[1], 1)])
+    assert kv.match_prefix(KEYS, 9).num_blocks == 1, "there are no states at the second one's end"
+    match = kv.match_prefix(KEYS, 9, num_loaded=8)
+    table = kv.admit(9, match, num_loaded=8)
+    kv.register(table, KEYS, match.num_blocks * SIZE)
+    kv.free(table)
+    assert kv.match_prefix(KEYS, 9).num_blocks == 1
 
 
 # Growth.

@@ -36,13 +36,18 @@ class Device:
             fake_config(**(fields | config)), costs, lambda: self.now, self.turns
         )
 
-    def run(self, num_decoding: int, num_prompt: int = 0, *, delay_s: float = 0.0) -> float:
-        """Runs a step; returns its seconds."""
+    def run(self, num_decoding: int, num_prompt: int = 0, *, delay_s: float = 0.0) -> None:
+        """Runs a step."""
         chunks = (ScheduledChunk(99, (0,) * num_prompt, 0, ()),) if num_prompt else ()
         batch = ScheduledBatch(1, chunks, decode_rows=tuple(range(num_decoding)))
         began_at = self.times.now()
         self.now += self._fixed_s + self._token_s * batch.num_tokens + delay_s
-        return self.times.ended(batch, began_at)
+        self.times.record_step(batch, began_at)
+
+    def limit_s(self) -> float:
+        """Returns the limit of a step in which one sequence decodes."""
+        self.budget(1)
+        return self.times.limit_s
 
     def budget(self, num_decoding: int, num_present: int = 0) -> int:
         return self.times.prompt_budget(num_decoding, num_present)
@@ -116,7 +121,8 @@ def test_waits_for_turns_are_no_times_of_steps() -> None:
     began_at = device.times.now()
     device.now += 1.0
     device.turns.waited_s += 0.9
-    assert device.times.ended(ScheduledBatch(1, decode_rows=(0,)), began_at) == pytest.approx(0.1)
+    device.times.record_step(ScheduledBatch(1, decode_rows=(0,)), began_at)
+    assert device.limit_s() == pytest.approx(4 * 0.1)
 
 
 def test_steps_in_flight_count_from_the_end_of_the_one_before() -> None:
@@ -125,9 +131,20 @@ def test_steps_in_flight_count_from_the_end_of_the_one_before() -> None:
     device.now += 1.0
     second = device.times.now()  # scheduled while the first one computes
     device.now += 1.0
-    assert device.times.ended(batch, first) == pytest.approx(2.0)
+    device.times.record_step(batch, first)
+    assert device.limit_s() == pytest.approx(4 * 2.0)
     device.now += 0.5
-    assert device.times.ended(batch, second) == pytest.approx(0.5)
+    device.times.record_step(batch, second)
+    assert device.limit_s() == pytest.approx(4 * (2.0 - 0.2 * 1.5))
+
+
+def test_draft_tokens_are_none_of_a_prompt() -> None:
+    device = Device(0.0, MS)
+    drafting = ScheduledChunk(0, (0,) * 65, 0, (), num_drafts=64)
+    began_at = device.times.now()
+    device.now += 0.2
+    device.times.record_step(ScheduledBatch(1, (drafting,)), began_at)
+    assert device.limit_s() == pytest.approx(4 * (0.2 - 64 * MS))
 
 
 @given(
