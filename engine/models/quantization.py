@@ -47,7 +47,7 @@ class Scheme:
         group: number of columns that share a scale, where they do not tell; None for all.
         zero_offset: the number that stored zero points lack.
         is_symmetric: whether all zero points are the middle of the integers' range.
-        has_column_order: whether the columns of a group may lie apart.
+        has_column_order: whether the columns of a group of compressed-tensors may lie apart.
         unused: fields that have no effect.
     """
 
@@ -78,7 +78,7 @@ def quantization_scheme(stated: object) -> Scheme | None:
 
 
 def _gptq(fields: _Fields) -> Scheme:
-    _check_bits("bits", fields.get("bits"))
+    _check_value(fields, "bits", _INTEGER_BITS)
     stored_as = fields.get("checkpoint_format") or "gptq"
     if stored_as not in ("gptq", "gptq_v2"):
         raise _refused("checkpoint_format", stored_as, "it must be gptq or gptq_v2")
@@ -86,16 +86,16 @@ def _gptq(fields: _Fields) -> Scheme:
     _check_value(fields, "pack_dtype", (None, "int32"))
     for layers, changes in (_mapping(fields, "dynamic") or {}).items():
         if isinstance(changes, Mapping):
-            _check_bits(f"dynamic {layers!r} bits", changes.get("bits", fields["bits"]))
-            for name in ("sym", "desc_act"):
-                _check_value(changes, name, (None, fields.get(name)), f"dynamic {layers!r} ")
+            path = f"dynamic {layers!r} "
+            _check_value(changes, "bits", (None, *_INTEGER_BITS), path)
+            _check_value(changes, "sym", (None, fields.get("sym")), path)
+    _flag(fields, "desc_act", default=False)  # a layer's tensors tell the order of its columns
     return Scheme(
         SchemeKind.GPTQ,
         bits=fields["bits"],
         group=_group_size(fields),
         zero_offset=1 if stored_as == "gptq" else 0,
         is_symmetric=_flag(fields, "sym", default=True),
-        has_column_order=_flag(fields, "desc_act", default=False),
     )
 
 
@@ -109,8 +109,7 @@ def _auto_round(fields: _Fields) -> Scheme:
 
 def _awq(fields: _Fields) -> Scheme:
     bits = fields.get("bits", fields.get("w_bit"))
-    if bits != 4:
-        raise _refused("bits", bits, "it must be 4")
+    _check_value({"bits": bits}, "bits", (4,))
     version = fields.get("version") or "gemm"
     if str(version).lower() != "gemm":
         raise _refused("version", version, "it must be gemm")
@@ -170,7 +169,7 @@ def _check_compressed(stored_as: object, weights: _Fields, path: str) -> None:
     _check_value(weights, "type", kinds[stored_as], f"{path}weights.")
     bits = weights.get("num_bits")
     allowed = _INTEGER_BITS if stored_as == "pack-quantized" else (8,)
-    if bits not in allowed:
+    if not _is_one_of(bits, allowed):
         limit = f"it must be {' or '.join(map(str, allowed))} with {stored_as}"
         raise _refused("num_bits", bits, limit, f"{path}weights.")
     _check_value(
@@ -190,17 +189,17 @@ def _group_size(fields: _Fields) -> int | None:
     return size
 
 
-def _check_bits(name: str, bits: object) -> None:
-    if bits not in _INTEGER_BITS:
-        raise _refused(name, bits, f"it must be {' or '.join(map(str, _INTEGER_BITS))}")
-
-
 def _check_value(fields: _Fields, name: str, accepted: tuple[object, ...], path: str = "") -> None:
     """Refuses other values of a field than those accepted; None is that of an absent field."""
     value = fields.get(name)
-    if not any(type(value) is type(other) and value == other for other in accepted):
+    if not _is_one_of(value, accepted):
         shown = " or ".join("absent" if value is None else str(value) for value in accepted)
         raise _refused(name, value, f"it must be {shown}", path)
+
+
+def _is_one_of(value: object, accepted: tuple[object, ...]) -> bool:
+    """Whether a value is among those accepted, and has its type: 4.0 and true are not integers."""
+    return any(type(value) is type(other) and value == other for other in accepted)
 
 
 def _flag(fields: _Fields, name: str, *, default: bool) -> bool:

@@ -1,5 +1,8 @@
 """The weights of quantized layers, read from files as the tools write them."""
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -79,6 +82,24 @@ def test_what_is_dequantized_or_has_no_effect_is_logged(tmp_path, caplog):
     assert unused == "quantization_config: activation_scheme: no effect"
 
 
+@pytest.mark.parametrize("form", KINDS)
+def test_each_range_of_rows_can_be_read(form, tmp_path):
+    """Zero points of eight rows may share a word, so that some ranges have only one."""
+    paths, weight = _write(KINDS[form], tmp_path, rows=24)
+    with _open(KINDS[form], paths).open(paths[0]) as tensors:
+        stored = tensors.get_slice(_WEIGHT)
+        for start, stop in combinations(range(25), 2):
+            rows = as_numbers(stored[slice(start, stop), slice(0, 96)])
+            assert torch.equal(rows.to(weight.dtype), weight[start:stop]), (start, stop)
+
+
+def test_columns_have_the_order_of_their_groups_without_desc_act(tmp_path):
+    kind = KINDS["gptq in another order"]
+    kind = replace(kind, config=kind.config | {"desc_act": False})
+    paths, weight = _write(kind, tmp_path)
+    assert torch.equal(_numbers(_open(kind, paths), paths), weight)
+
+
 @pytest.mark.parametrize("form", ["gptq with zero points", "awq", "w4a16 channels", "fp8 blocks"])
 def test_parts_of_a_layer_in_several_files_are_those_of_its_weight(form, tmp_path):
     kind = KINDS[form]
@@ -129,6 +150,10 @@ def _cut(name):
     return lambda tensors: tensors.update({name: tensors[name][:-1]})
 
 
+def _as(name, dtype):
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
 def _fill(name, value):
     return lambda tensors: tensors[name].view(torch.uint8).fill_(value)
 
@@ -155,6 +180,23 @@ def _fill(name, value):
         ),
         ("fp8 blocks", _without("weight_scale_inv"), "lacks tensor layers.0.q_proj.weight_scale"),
         ("fp8 tensors", _fill("weight", 0xFF), "it has values that are NaN"),
+        (
+            "w8a16 groups with zero points",
+            _cut("weight_zero_point"),
+            r"point is I32 \[9, 3\]; the layer's scales have another shape",
+        ),
+        (
+            *(
+                "w4a16 groups",
+                lambda tensors: tensors.update(weight_shape=torch.tensor([40, 96, 1])),
+            ),
+            r"weight_shape is I64 \[3\]; it must have the numbers of outputs and inputs",
+        ),
+        (
+            *("fp8 blocks", _as("weight_scale_inv", torch.uint8)),
+            "weight_scale_inv is U8 .* it must be F32 or BF16 or F16 or F8_E8M0",
+        ),
+        ("awq", _as("qzeros", torch.int64), r"q_proj.qzeros is I64 \[3, 5\]; it must be I32"),
     ],
 )
 def test_layers_whose_tensors_do_not_fit_are_refused_by_name(form, change, problem, tmp_path):

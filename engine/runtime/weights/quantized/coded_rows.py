@@ -103,5 +103,7 @@ def unpack_words(words: torch.Tensor, kind: CodeKind) -> torch.Tensor:
     Returns:
         `[rows, integers]` uint8.
     """
-    codes = words.contiguous().view(torch.uint8)  # the machine is little-endian
+    # A transposed tensor of one word a row counts as contiguous, but not for `view`.
+    words = words.clone(memory_format=torch.contiguous_format)
+    codes = words.view(torch.uint8)  # the machine is little-endian
     return kernels.unpack_nibbles(codes, run=1) if kind is CodeKind.INT4 else codes

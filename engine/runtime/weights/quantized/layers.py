@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,24 @@ from engine.runtime.weights.stored_tensors import StoredEntry, open_safetensors
 from kernels.formats import WeightFormat
 
 __all__ = ["LayerTensors", "OpenFiles", "QuantizedLayer", "ordered_groups"]
+
+_FLOATS = ("F32", "BF16", "F16")
+_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qweight": ("I32",),
+        "qzeros": ("I32",),
+        "scales": _FLOATS,
+        "g_idx": ("I32", "I64"),
+        "weight": ("I8", "F8_E4M3"),
+        "weight_packed": ("I32",),
+        "weight_scale": (*_FLOATS, "F8_E8M0"),
+        "weight_scale_inv": (*_FLOATS, "F8_E8M0"),
+        "weight_zero_point": ("I8", "I32"),
+        "weight_shape": ("I64", "I32"),
+        "weight_g_idx": ("I32", "I64"),
+    }
+)
+"""The types of a quantized layer's tensors, by the last components of their names."""
 
 
 class OpenFiles:
@@ -70,12 +89,15 @@ class LayerTensors:
         """Returns a tensor's entry.
 
         Raises:
-            ConfigurationError: the files lack it.
+            ConfigurationError: the files lack it, or it has a type that such tensors do not have.
         """
         if name not in self._entries:
             file = next(iter(self._entries.values())).file
             raise ConfigurationError(f"{file.parent} lacks tensor {self.path}.{name}")
-        return self._entries[name]
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES[name]:
+            raise self.refuse(name, f"it must be {' or '.join(_DTYPES[name])}")
+        return entry
 
     def shape(self, name: str, num_axes: int = 2) -> tuple[int, ...]:
         """Returns a tensor's shape.
@@ -101,7 +123,7 @@ class LayerTensors:
 
     def refuse(self, name: str, reason: str) -> ConfigurationError:
         """Returns the error for a tensor of the wrong type or shape."""
-        entry = self.entry(name)
+        entry = self._entries[name]
         found = f"{entry.file}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}"
         return ConfigurationError(f"{found}; {reason}")
 

@@ -36,10 +36,10 @@ def gptq_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
     kind = BITS.get(num_words * _WORD_BITS // num_columns)
     if kind is None or num_words * _WORD_BITS % num_columns:
         raise tensors.refuse("qweight", f"it must have 4 or 8 bits for {num_columns} inputs")
-    group = _group_of(tensors, scheme, kind, (num_rows, num_columns))
+    group = _group_size(tensors, scheme, kind, (num_rows, num_columns))
     groups = ordered_groups(num_columns, group)
     is_ordered = True
-    if scheme.has_column_order and "g_idx" in tensors:
+    if "g_idx" in tensors:  # it may have another order than `desc_act` says
         groups, is_ordered = read_groups(tensors, "g_idx", groups)
     has_zeros = not scheme.is_symmetric
 
@@ -65,7 +65,7 @@ def awq_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
     num_columns, num_words = tensors.shape("qweight")
     kind = BITS[scheme.bits]
     num_rows = num_words * _WORD_BITS // scheme.bits
-    group = _group_of(tensors, scheme, kind, (num_rows, num_columns))
+    group = _group_size(tensors, scheme, kind, (num_rows, num_columns))
     groups = ordered_groups(num_columns, group)
 
     def read(rows: slice) -> CodedRows:
@@ -96,7 +96,9 @@ def read_groups(
     return groups, torch.equal(groups, ordered)
 
 
-def _group_of(tensors: LayerTensors, scheme: Scheme, kind: CodeKind, shape: tuple[int, int]) -> int:
+def _group_size(
+    tensors: LayerTensors, scheme: Scheme, kind: CodeKind, shape: tuple[int, int]
+) -> int:
     """Returns the number of columns that share a scale.
 
     Raises:

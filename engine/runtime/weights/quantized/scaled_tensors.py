@@ -34,7 +34,8 @@ def packed_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
     Raises:
         ConfigurationError: its tensors do not fit each other.
     """
-    tensors.shape("weight_shape", 1)
+    if tensors.shape("weight_shape", 1) != (2,):
+        raise tensors.refuse("weight_shape", "it must have the numbers of outputs and inputs")
     num_rows, num_columns = (int(size) for size in tensors.read("weight_shape"))
     packed_rows, num_words = tensors.shape("weight_packed")
     kinds = [kind for bits, kind in BITS.items() if -(-num_columns * bits // 32) == num_words]
@@ -83,6 +84,8 @@ def _layer(
     if scheme.has_column_order and _ORDER in tensors:
         groups, is_ordered = read_groups(tensors, _ORDER, groups)
     has_zeros = _ZEROS in tensors and kind is not CodeKind.FP8
+    if has_zeros:
+        _check_zeros(tensors, kind, shape, (rows_per_scale, group))
 
     def read(rows: slice) -> CodedRows:
         scales = _read_shared(tensors, name, rows, rows_per_scale)
@@ -107,6 +110,24 @@ def _sharing(tensors: LayerTensors, name: str, shape: tuple[int, int]) -> tuple[
     if len(stored) > 2 or stored[0] != num_rows or not num_groups or num_columns % num_groups:
         raise tensors.refuse(name, f"it does not fit a weight of {num_rows} x {num_columns}")
     return 1, num_columns // num_groups
+
+
+def _check_zeros(
+    tensors: LayerTensors, kind: CodeKind, shape: tuple[int, int], shared: tuple[int, int]
+) -> None:
+    """Checks that zero points are those of the same rows and columns as scales.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    num_rows, num_columns = shape
+    if tensors.entry(_ZEROS).dtype != "I32":
+        is_equal = _sharing(tensors, _ZEROS, shape) == shared
+    else:
+        needed = -(-num_rows // CODES_PER_WORD[kind]), num_columns // shared[1]
+        is_equal = shared[0] == 1 and tensors.shape(_ZEROS) == needed
+    if not is_equal:
+        raise tensors.refuse(_ZEROS, "the layer's scales have another shape")
 
 
 def _read_shared(

@@ -24,7 +24,7 @@ def _compressed(form="pack-quantized", group=None, weights=None, **fields):
         (_GPTQ, Scheme(SchemeKind.GPTQ, bits=4, group=128, zero_offset=1)),
         (
             {**_GPTQ, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2", "bits": 8},
-            Scheme(SchemeKind.GPTQ, bits=8, group=128, is_symmetric=False, has_column_order=True),
+            Scheme(SchemeKind.GPTQ, bits=8, group=128, is_symmetric=False),
         ),
         (
             {**_GPTQ, "group_size": -1, "dynamic": {"+:.*down.*": {"bits": 8}, "-:.*gate": {}}},
@@ -115,12 +115,14 @@ _BLOCKS = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure
         ({**_GPTQ, "desc_act": "no"}, "desc_act is 'no'; it must be true or false"),
         ({**_GPTQ, "group_size": 0}, "group_size is 0; it must be a positive integer, or -1"),
         ({**_GPTQ, "dynamic": {"x": {"bits": 2}}}, "dynamic 'x' bits 2 is not supported"),
-        ({**_GPTQ, "dynamic": {"x": {"desc_act": True}}}, "dynamic 'x' desc_act True is not"),
+        ({**_GPTQ, "dynamic": {"x": {"sym": False}}, "sym": True}, "dynamic 'x' sym False is not"),
+        ({**_GPTQ, "bits": 4.0}, "bits 4.0 is not supported; it must be 4 or 8"),
         (
             {**_GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
             "packing_format 'auto_round:auto_awq' is not supported",
         ),
         ({**_AWQ, "bits": 8}, "bits 8 is not supported; it must be 4"),
+        ({**_AWQ, "bits": 4.0}, "bits 4.0 is not supported; it must be 4"),
         ({**_AWQ, "version": "gemv"}, "version 'gemv' is not supported; it must be gemm"),
         ({**_AWQ, "zero_point": False}, "zero_point False is not supported"),
         ({**_FP8, "weight_block_size": [64, 64]}, "weight_block_size [64, 64] is not supported"),
@@ -133,6 +135,7 @@ _BLOCKS = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure
         (_compressed("marlin-24"), "group_0.format 'marlin-24' is not supported"),
         (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         (_compressed(transform_config={"config_groups": {"x": 1}}), "transform_config {"),
+        (_compressed(weights={"num_bits": 4.0}), "weights.num_bits 4.0 is not supported"),
         (_compressed(weights={"num_bits": 6}), "group_0.weights.num_bits 6 is not supported"),
         (
             _compressed("int-quantized"),
