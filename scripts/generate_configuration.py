@@ -80,9 +80,8 @@ and do not read these variables.
 - Bytes and tokens with one letter are as in vLLM: `4k` is 4000 and `4K` is 4096, also with
   m, g, t and M, G, T.
 - Numbers that may be left open take `none`.
-- `--pipeline-parallel-size 1`, `--data-parallel-size 1` (where it is no flag of the command),
-  `--quantization none` and `--no-trust-remote-code` are accepted, so that vLLM's command lines
-  work; other values are refused.
+- `--data-parallel-size 1`, where it is no flag of the command, and `--no-trust-remote-code` are
+  accepted, so that vLLM's command lines work; other values are refused.
 - Options of KV connectors are part of their URLs: see [connectors.md](connectors.md).
 
 A usage error is one line on stderr and exit code 2. `baton completion bash` prints code with which

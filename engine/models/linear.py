@@ -87,6 +87,15 @@ class PackedModule(StoredModule):
         self._forms = merged
         return True
 
+    def planned_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the size of the weight that `allocate` makes, without what fills its panels."""
+        num_columns = self.weight.num_columns
+        return sum(
+            num_rows
+            * (form.format.row_bytes(num_columns) if form else num_columns * dtype.itemsize)
+            for num_rows, form in self._forms
+        )
+
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates the weight, uninitialized."""
         num_rows, num_columns, use = self.weight.num_rows, self.weight.num_columns, self.weight.use

@@ -85,13 +85,16 @@ class TensorPart:
         return tuple(cut.slice for cut in self.cuts)
 
     def pieces(self, num_elements: int) -> Iterator["TensorPart"]:
-        """Yields parts of it, of at most so many elements if its target can be divided."""
+        """Yields parts of it, whose whole rows have at most so many elements if its target can be
+        divided.
+        """
         group = group_of(self.target)
         if len(self.cuts) != 2 or not group:
             yield self
             return
         rows, columns = self.cuts
-        step = max(1, num_elements // max(1, columns.size) // group) * group
+        # Whole rows are read, of which a rank may have some columns.
+        step = max(1, num_elements // max(1, columns.total) // group) * group
         for first in range(0, rows.size, step):
             count = min(step, rows.size - first)
             cut = Cut(rows.total, rows.start + first, rows.start + first + count)
@@ -198,7 +201,7 @@ def fill(target: WeightTarget, source: torch.Tensor | BlockRows) -> None:
 
 
 def as_numbers(source: torch.Tensor | BlockRows) -> torch.Tensor:
-    """Returns the numbers of rows; those of blocks in float32, of which no bit is rounded."""
+    """Returns the numbers of rows; those of blocks are exact, in float32."""
     return dequantize(source, torch.float32) if isinstance(source, BlockRows) else source
 
 

@@ -1,11 +1,13 @@
 """`--load-format dummy`: random weights in the shape of a config.json, without weight files."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import kernels
 from baton.common.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.runtime.weights import checkpoint as checkpoint_module
@@ -22,8 +24,8 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, dtype: str = "auto") -> LoadedModel:
-    return load_model(str(folder), dtype, "cpu", progress=False, load_format="dummy")
+def load(folder: Path, dtype: str = "auto", **options: str) -> LoadedModel:
+    return load_model(str(folder), dtype, "cpu", progress=False, load_format="dummy", **options)
 
 
 def weights_of(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -84,8 +86,17 @@ def test_a_missing_config_is_an_error(tmp_path):
 def test_too_little_memory_is_an_error(folder):
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"vocab_size": 259', f'"vocab_size": {10**12}'))
-    with pytest.raises(ConfigurationError, match=r"cannot allocate \d+ MiB on cpu for the weights"):
-        load(folder)
+    sizes = []
+    for quantization in ("none", "int8"):
+        with pytest.raises(ConfigurationError) as failure:
+            load(folder, quantization=quantization)
+        pattern = r"cannot allocate (\d+) MiB on cpu for the weights"
+        sizes.append(int(re.match(pattern, failure.value.message)[1]))
+    plain = 2 * 4 * 64 * 10**12 // 2**20  # a table and a head of float32
+    assert sizes[0] == pytest.approx(plain, rel=1e-3)
+    is_served = kernels.served_formats(torch.device("cpu"), torch.float32).exact
+    rounded = plain * (64 * 4 + 64 + 4) / (2 * 64 * 4) if is_served else plain
+    assert sizes[1] == pytest.approx(rounded, rel=1e-3)
 
 
 def test_a_hub_model_is_downloaded_without_its_weights(folder, monkeypatch):

@@ -4,6 +4,7 @@ import shutil
 from contextlib import closing, nullcontext
 from functools import partial
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,9 @@ from engine.models.linear import PackedModule
 from engine.runtime.weights.loader import load_model
 from kernels.formats import FORMATS
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.gguf_families import family_model, save_family
 from tests.support.kernel_checks import native_only
+from tests.support.quantized_checkpoints import quantized_model
 from tests.support.quantized_layers import KINDS, quantized_folders
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -119,6 +122,53 @@ def test_random_weights_are_rounded_too(tmp_path):
     )
     assert torch.equal(*tables)
     assert not torch.equal(*layers)
+
+
+@native_only("others compute with dense weights")
+@pytest.mark.parametrize(("kind", "takes"), [("F16", True), ("Q8_0", False)])
+def test_files_of_numbers_are_rounded_too(kind, takes, tmp_path):
+    path = save_family(
+        tmp_path / "model.gguf", family_model("llama"), gguf.GGMLQuantizationType[kind]
+    )
+    load = partial(load_model, str(path), "float32", "cpu", progress=False, quantization="int8")
+    if takes:
+        assert "INT8" in load().model.lm_head.weight.describe()
+        return
+    with pytest.raises(ConfigurationError, match="stored as gguf already"):
+        load()
+
+
+@pytest.mark.parametrize(("family", "num_tensors"), [("deepseek_v3", 3), ("gpt_oss", 8)])
+def test_tensors_that_cannot_be_rounded_are_counted(family, num_tensors, caplog):
+    load_model(
+        *(str(tiny_checkpoint(family)), "float32", "cpu"), progress=False, quantization="int8"
+    )
+    (record,) = caplog.records
+    assert f"int8 leaves {num_tensors} tensors, which the model stores" in record.getMessage()
+
+
+def test_models_of_which_only_the_head_can_be_rounded_are_refused():
+    with pytest.raises(ConfigurationError, match="is int8; the model stores its layers densely"):
+        load_model(
+            *(str(tiny_checkpoint("gpt2")), "auto", "cpu"), progress=False, quantization="int8"
+        )
+
+
+def test_types_without_kernels_are_counted(tmp_path, caplog):
+    caplog.set_level("INFO", logger="baton.engine")
+    path = save_family(
+        tmp_path / "model.gguf", quantized_model("llama"), gguf.GGMLQuantizationType.TQ2_0
+    )
+    load_model(str(path), "float32", "cpu", progress=False)
+    assert "tensors of types without kernels are dequantized: TQ2_0 (16)" in caplog.text
+
+
+def test_random_weights_of_a_quantized_checkpoint_are_dense(tmp_path, caplog):
+    folder, _ = quantized_folders("llama", KINDS["awq"], tmp_path)
+    load_model(str(folder), "auto", "cpu", progress=False, load_format="dummy")
+    (record,) = caplog.records
+    assert "random weights are dense; those of" in record.getMessage()
+    assert record.getMessage().endswith("are stored as awq")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import kernels
 from baton.common.security.cluster import ClusterSecurity
 from engine.models.linear import PackedModule
+from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
 from kernels import Arena, SegmentedWeight, ServedFormats
@@ -15,7 +16,7 @@ from kernels.formats import GGML_FORMATS
 from tests.support.described_models import described_model
 from tests.support.paged_session import PagedSession
 from tests.support.quantized_checkpoints import MIXTURES, save_quantized
-from tests.support.rank_hosts import TOKEN
+from tests.support.rank_hosts import TOKEN, group_of
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
@@ -25,6 +26,7 @@ needs_kernels = pytest.mark.skipif(not SERVED.exact, reason="no kernels for quan
 # Longer than the windows of the layers that have one.
 PROMPT = tuple(number % 251 for number in range(70))
 NUM_TOKENS = 16
+STAGES = ((0, ()), (1, ()), (1, (1, 2)))
 FORMATS = [each.name for each in GGML_FORMATS.values()]
 
 
@@ -101,7 +103,7 @@ def test_weights_take_the_bytes_of_the_file(name, files, monkeypatch, caplog):
     caplog.set_level("INFO", logger="baton.engine")
     loaded = load(files(name))
     assert loaded.weight_bytes < files(name).stat().st_size * 1.03
-    assert "weights in the formats of the file: " in caplog.text
+    assert "quantized weights: " in caplog.text
     assert "dequantized" not in caplog.text
     dense(monkeypatch)
     assert load(files(name)).weight_bytes > 2 * loaded.weight_bytes
@@ -207,6 +209,21 @@ def test_the_fingerprint_names_what_changes_kv(files, monkeypatch):
     dense(monkeypatch)
     fingerprints += [load(path, quantized_compute=mode).fingerprint for mode in ("exact", "fast")]
     assert fingerprints[0] == fingerprints[2] == fingerprints[3] != fingerprints[1]
+
+
+@needs_kernels
+def test_ranks_that_cut_blocks_have_a_fingerprint_of_their_own(files, monkeypatch):
+    """Half of a row is no whole block of Q4_K, and two blocks of Q8_0."""
+    fast = ServedFormats(SERVED.exact, SERVED.exact)
+    monkeypatch.setattr(kernels, "served_formats", lambda device, dtype: fast)
+
+    def fingerprints(formats, mode):
+        path, parts = files("llama", formats), [WHOLE_MODEL]
+        parts += [ModelPart(group_of(rank, 2), *rank_stage) for rank, rank_stage in STAGES]
+        return {load(path, part=part, quantized_compute=mode).fingerprint for part in parts}
+
+    assert [len(fingerprints(*each)) for each in (("Q4_K", "fast"), ("Q4_K", "exact"))] == [2, 1]
+    assert len(fingerprints("Q8_0", "fast")) == 1
 
 
 CONNECTORS = ("shm", "redis", "grpc", "nixl")

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.request import EngineRequest
+from kernels import RankGroup
 from tests.support.checkpoints import prompt_of
 from tests.support.prefill_core import with_role
 from tests.support.requests import engine_request
@@ -27,6 +28,14 @@ SETTINGS = {
     "block_size": 8,
     "tensor_parallel_size": 2,
 }
+
+
+def group_of(rank: int, size: int) -> RankGroup:
+    """A group that only divides; it exchanges nothing."""
+    methods = dict.fromkeys(RankGroup.__abstractmethods__)
+    group: RankGroup = type("Group", (RankGroup,), methods)()
+    group.rank, group.size = rank, size
+    return group
 
 
 @contextmanager

@@ -8,8 +8,9 @@ memory and gives the same numbers; a line in the log says which and why.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import nn
 
@@ -20,12 +21,16 @@ from engine.models.tensor_parts import TensorPart
 from kernels import QuantizedForm, ServedFormats
 from kernels.formats import FORMATS, WeightFormat
 
-__all__ = ["FormatPlan", "plan_formats"]
+__all__ = ["FormatOf", "FormatPlan", "divides_blocks", "plan_formats"]
 
 _NO_KERNELS = "for which this device and --dtype have no kernels"
 _CUT_BLOCKS = "whose blocks --tensor-parallel-size divides"
-_OTHER_ORDER = "which the model stores in another order"
+_STORED_DENSELY = "which the model stores densely"
 _MIXED = "beside parts of one weight in other formats"
+_INPUTS_OF_SCALE = 32  # consecutive inputs that fast products round with one scale
+
+FormatOf = Callable[[str], WeightFormat | None]
+"""Returns the storage format of a checkpoint's tensor by its name; None for numbers."""
 
 _logger = logging.getLogger("baton.engine")
 
@@ -50,7 +55,7 @@ class FormatPlan:
         """
         if self.kept:
             texts = [f"{mebibytes(size)} {name}" for name, size in self.kept.most_common()]
-            _logger.info("weights in the formats of the file: %s", ", ".join(texts))
+            _logger.info("quantized weights: %s", ", ".join(texts))
         for (name, reason), count in self.dequantized.items():
             size = mebibytes(count * itemsize)
             _logger.info("weights in %s, %s, are dequantized: %s", name, reason, size)
@@ -58,7 +63,7 @@ class FormatPlan:
 
 def plan_formats(
     model: CausalModel,
-    format_of: Callable[[str], WeightFormat | None],
+    format_of: FormatOf,
     served: ServedFormats,
     *,
     is_fast: bool,
@@ -67,42 +72,60 @@ def plan_formats(
 
     Args:
         model: the part of the model that this process computes; nothing of it is allocated.
-        format_of: returns the storage format of a checkpoint's tensor by its name; None for
-            numbers.
+        format_of: returns the storage format of a checkpoint's tensor.
         served: the formats that kernels serve.
         is_fast: whether weights are computed fast where kernels can.
     """
     plan = FormatPlan()
     for module, parts in model.parts_by_module():
-        stored = [_Stored.of(part, format_of(part.name)) for part in parts]
-        if any(each.format for each in stored):
-            forms = [each.form(served, is_fast=is_fast) for each in stored]
-            _plan_module(plan, module, stored, forms)
+        tensors = [_Stored.of(part, format_of(part.name)) for part in parts]
+        if any(tensor.format for tensor in tensors):
+            forms = [tensor.form(served, is_fast=is_fast) for tensor in tensors]
+            _plan_module(plan, module, tensors, forms)
     return plan
+
+
+def divides_blocks(model: CausalModel, format_of: FormatOf, fast: Set[WeightFormat]) -> bool:
+    """Whether ranks divide a weight that is computed fast inside of a block, or of inputs that are
+    rounded with one scale. The numbers of such ranks are those of no other number of ranks.
+
+    Args:
+        model: all layers of one of the ranks, whose ranges of columns have one width.
+        format_of: as for `plan_formats`.
+        fast: the formats that kernels compute fast.
+    """
+    for part in chain.from_iterable(model.checkpoint_tensors().values()):
+        weight_format = format_of(part.name)
+        if weight_format in fast and part.takes_blocks and not part.is_quantized:
+            assert weight_format is not None
+            columns, unit = part.cuts[-1], max(weight_format.block, _INPUTS_OF_SCALE)
+            if not columns.is_whole and columns.size % unit:
+                return True
+    return False
 
 
 def _plan_module(
     plan: FormatPlan,
     module: nn.Module,
-    stored: Sequence["_Stored"],
+    tensors: Sequence["_Stored"],
     forms: Sequence[QuantizedForm | str | None],
 ) -> None:
     """Sets the forms of one module's weight, and adds its parts to the plan."""
     rows = [
-        (each.num_rows, form if isinstance(form, QuantizedForm) else None)
-        for each, form in zip(stored, forms, strict=True)
-        if each.part.takes_blocks
+        (tensor.num_rows, form if isinstance(form, QuantizedForm) else None)
+        for tensor, form in zip(tensors, forms, strict=True)
+        if tensor.part.takes_blocks
     ]
     has_forms = isinstance(module, PackedModule) and bool(rows) and module.take_forms(rows)
-    for each, form in zip(stored, forms, strict=True):
-        if each.format is None:
+    for tensor, form in zip(tensors, forms, strict=True):
+        if tensor.format is None:
             continue
         if has_forms and isinstance(form, QuantizedForm):
-            row_bytes = each.format.row_bytes(each.num_columns)
-            plan.kept[each.format.name] += each.num_rows * row_bytes
+            row_bytes = tensor.format.row_bytes(tensor.num_columns)
+            plan.kept[tensor.format.name] += tensor.num_rows * row_bytes
         else:
             reason = form if isinstance(form, str) else _MIXED
-            plan.dequantized[each.format.name, reason] += each.num_rows * each.num_columns
+            plan.dequantized[tensor.format.name, reason] += tensor.num_rows * tensor.num_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +156,7 @@ class _Stored:
         if self.format is None:
             return None
         if not self.part.takes_blocks:
-            return _OTHER_ORDER
+            return _STORED_DENSELY
         if self.format not in served.exact | served.fast:
             return _NO_KERNELS
         columns, block = self.part.cuts[-1], self.format.block or 1

@@ -5,8 +5,10 @@ dequantized. Of these the host holds the result, in the type that the model comp
 rows under way; never the whole in another type.
 """
 
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +30,14 @@ from engine.runtime.weights.file_reader import FileReader
 from kernels.block_rows import BlockRows
 from kernels.formats import GGML_FORMATS, WeightFormat
 
-__all__ = ["GgufWeights"]
+__all__ = ["GgufWeights", "count_quantized", "log_dequantized"]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in the cache
 _NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,8})\.)?(.+?)(\.weight|\.bias)?")
 _UNCHANGED = TensorOrder()
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_logger = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +276,24 @@ class GgufWeights:
                 f"tensor {name} has the type {names.get(type_id, type_id)}, which is not supported"
             ) from None
         return block, block_bytes
+
+
+def count_quantized(header: GgufHeader) -> Counter[int]:
+    """Returns the numbers of quantized tensors, by `gguf.GGMLQuantizationType`."""
+    types = Counter(tensor.type_id for tensor in header.tensors.values())
+    blocks = {kind.value: block for kind, (block, _) in gguf.GGML_QUANT_SIZES.items()}
+    return Counter({kind: count for kind, count in types.items() if blocks.get(kind, 1) > 1})
+
+
+def log_dequantized(header: GgufHeader) -> None:
+    """Logs the types of tensors that no storage format has, so that they become dense."""
+    texts = [
+        f"{gguf.GGMLQuantizationType(kind).name} ({count})"
+        for kind, count in count_quantized(header).items()
+        if kind not in GGML_FORMATS
+    ]
+    if texts:
+        _logger.info("tensors of types without kernels are dequantized: %s", ", ".join(texts))
 
 
 class _Name(NamedTuple):

@@ -12,6 +12,7 @@ weights keep their format if kernels serve it (`format_plan`).
 config.json. It is for measuring speed, which does not depend on the weights' values.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -37,7 +38,7 @@ from engine.runtime.forward.memory_plan import check_weights
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.described_model import DescribedModel, read_eos_token_ids
 from engine.runtime.weights.dummy_weights import draw_weights, dummy_fingerprint
-from engine.runtime.weights.format_plan import plan_formats
+from engine.runtime.weights.format_plan import FormatOf, divides_blocks, plan_formats
 from engine.runtime.weights.quantized.online import (
     check_quantization,
     online_formats,
@@ -52,6 +53,7 @@ from engine.runtime.weights.stored_tensors import (
     read_headers,
 )
 from engine.runtime.weights.weight_upload import upload
+from kernels import ServedFormats
 from kernels.block_rows import BlockRows
 from kernels.formats import WeightFormat
 
@@ -62,6 +64,7 @@ __all__ = [
     "load_model",
 ]
 
+_logger = logging.getLogger("baton.engine")
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
@@ -151,9 +154,7 @@ def load_model(
     dtype_name = described.resolve_dtype(dtype)
     weights_dtype = getattr(torch, dtype_name)
     scheme = described.config.quantization
-    is_gguf = isinstance(checkpoint.files, GgufFile)
-    kind = "gguf" if is_gguf else "" if scheme is None else scheme.kind.value
-    check_quantization(quantization, kind, path_or_name)
+    _check_kind(checkpoint, scheme, path_or_name, quantization, is_dummy=is_dummy)
     open_file = _opener(checkpoint, scheme, weights_dtype)
     entries = list(read_headers(checkpoint.weight_files, open_file))
     described = described.stored_as({entry.name for entry in entries})
@@ -185,11 +186,12 @@ def load_model(
     if device.type == "cpu":  # memory that is not yet written is not yet taken
         check_weights(path_or_name, weight_bytes, is_shared=shares_weights)
     fingerprint = dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint()
+    computed = _fast_variant(model, described, format_of, served) if is_fast else ""
     rounded = quantization if rounding else ""
-    if variant := f"{model.config.kv_variant}{'fast' if is_fast else ''}{rounded}":
+    if variant := f"{model.config.kv_variant}{computed}{rounded}":
         fingerprint = bytes(xxhash.xxh3_128_digest(fingerprint + variant.encode()))
 
-    def fill() -> None:
+    def fill_weights() -> None:
         parts = model.checkpoint_tensors()
         if is_dummy:
             draw_weights(parts, shapes, weights_dtype, device, rounding)
@@ -198,9 +200,9 @@ def load_model(
 
     if weights_folder is not None and shares_weights:
         key = fingerprint + _part_text(part)
-        shares_weights = share_weights(model, Path(weights_folder), key, fill)
+        shares_weights = share_weights(model, Path(weights_folder), key, fill_weights)
     else:
-        fill()
+        fill_weights()
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
@@ -251,15 +253,16 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
     Raises:
         ConfigurationError: the device does not have that much memory; names the model `name`.
     """
-    num_elements = model.num_weights()
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    num_planned = sum(module.planned_bytes(dtype) for module in packed)
+    num_planned += sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     try:
         allocate_modules(model, dtype, device)
     except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
         raise ConfigurationError(
-            f"cannot allocate {num_elements * dtype.itemsize // _MEBIBYTE} MiB on {device} for the "
+            f"cannot allocate {num_planned // _MEBIBYTE} MiB on {device} for the "
             f"weights of {name}; load a smaller --model, or a smaller --dtype"
         ) from error
-    packed = (module for module in model.modules() if isinstance(module, PackedModule))
     num_bytes = sum(module.weight.nbytes for module in packed)
     return num_bytes + sum(parameter.nbytes for parameter in model.parameters())
 
@@ -269,9 +272,9 @@ def allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device)
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.allocate(dtype, device)
-        own_dtype = module.parameter_dtype if isinstance(module, StoredModule) else None
+        other_dtype = module.parameter_dtype if isinstance(module, StoredModule) else None
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=own_dtype or dtype, device=device)
+            memory = torch.empty(parameter.shape, dtype=other_dtype or dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -344,6 +347,35 @@ def _read_part(
         yield piece.target, read_part(stored.__getitem__, piece, rounded_to)
 
 
+def _check_kind(
+    checkpoint: Checkpoint, scheme: Scheme | None, name: str, quantization: str, *, is_dummy: bool
+) -> None:
+    """Checks that a checkpoint is quantized as `--quantization` says, or can be."""
+    kind, is_quantized = "" if scheme is None else scheme.kind.value, scheme is not None
+    if isinstance(checkpoint.files, GgufFile):
+        from engine.runtime.weights.gguf_weights import count_quantized
+
+        kind, is_quantized = "gguf", bool(count_quantized(checkpoint.files.header))
+    check_quantization(quantization, kind, name, is_quantized=is_quantized)
+    if is_dummy and is_quantized:
+        _logger.warning(
+            "--load-format dummy: random weights are dense; those of %s are stored as %s",
+            *(name, kind),
+        )
+
+
+def _fast_variant(
+    model: CausalModel, described: DescribedModel, format_of: FormatOf, served: ServedFormats
+) -> str:
+    """Returns a text for the fingerprint that tells how a rank computes fast products."""
+    ranks = model.part.ranks
+    if ranks is None:
+        return "fast"
+    layers = model if model.part.num_stages == 1 else described.build(ModelPart(ranks))
+    is_divided = divides_blocks(layers, format_of, served.fast)
+    return f"fast on {ranks.size} ranks " if is_divided else "fast"
+
+
 def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -> OpenFile:
     """Returns the function that opens the checkpoint's weight files, by their format."""
     if not isinstance(checkpoint.files, GgufFile):
@@ -352,7 +384,9 @@ def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -
         from engine.runtime.weights.quantized.files import QuantizedFiles
 
         return QuantizedFiles(checkpoint.weight_files, scheme).open
-    from engine.runtime.weights.gguf_weights import GgufWeights
+    from engine.runtime.weights.gguf_weights import GgufWeights, log_dequantized
 
     header = checkpoint.files.header
+    if checkpoint.weight_files:
+        log_dequantized(header)
     return lambda file: GgufWeights(header, file, dtype)

@@ -171,7 +171,7 @@ class StoredTensors:
         if (entry.dtype != _BYTES) if part.is_quantized else not is_readable:
             raise ConfigurationError(
                 f"{entry.file}: tensor {entry.name} is {entry.dtype}; "
-                "quantized weights are not supported"
+                "config.json does not say how it is quantized"
             )
         if entry.shape != shape:
             raise ConfigurationError(
@@ -194,7 +194,7 @@ class StoredTensors:
         formats = (
             of_bytes if entry.dtype == _BYTES else entry.format for entry in self._entries.values()
         )
-        return frozenset(each for each in formats if each is not None)
+        return frozenset(found for found in formats if found is not None)
 
     def _add(self, name: str, entry: StoredEntry) -> None:
         """Adds a tensor; of two with the same name the later one counts."""

@@ -4,7 +4,8 @@ They are rounded before they are cut, by `kernels.quantize_rows`, so that tiers 
 with other numbers of ranks have the same numbers.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -32,20 +33,22 @@ _ONLINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _WHOLE_ROWS = FORMATS["INT8"]
+_logger = logging.getLogger("baton.engine")
 
 
-def check_quantization(quantization: str, kind: str, name: str) -> None:
+def check_quantization(quantization: str, kind: str, name: str, *, is_quantized: bool) -> None:
     """Checks that a checkpoint is quantized as `--quantization` says, or can be.
 
     Args:
         quantization: the flag's value.
-        kind: how the checkpoint is quantized; empty if it is not.
+        kind: the kind of the checkpoint; empty if it is not quantized.
         name: the checkpoint's.
+        is_quantized: whether it has quantized tensors, which a GGUF file need not have.
 
     Raises:
         ConfigurationError: it is quantized in another way, or not at all.
     """
-    if quantization in _ONLINE and kind:
+    if quantization in _ONLINE and is_quantized:
         raise ConfigurationError(
             f"--quantization is {quantization}; the weights of {name} are stored as {kind} already"
         )
@@ -60,23 +63,39 @@ def online_formats(model: CausalModel, quantization: str) -> dict[str, WeightFor
     """Returns the formats to which `--quantization` rounds the tensors of a checkpoint, by name.
 
     Embeddings that are looked up alone, routers of experts, norms and biases stay as they are; the
-    output head has a scale per row.
+    output head has a scale per row. Layers that are stored in another order than the checkpoint's
+    stay as they are too; a line of the log counts them.
 
     Args:
         model: the whole model.
         quantization: the flag's value.
+
+    Raises:
+        ConfigurationError: only the output head could be rounded.
     """
     if quantization not in _ONLINE:
         return {}
-    routers = {id(module.router) for module in model.modules() if isinstance(module, SparseMlp)}
-    found: dict[str, WeightFormat] = {}
-    for module, parts in model.parts_by_module():
-        if isinstance(module, PackedModule) and id(module) not in routers:
-            for part in parts:
-                if part.takes_blocks and module.weight.use is not WeightUse.LOOKUP:
-                    is_head = isinstance(module, Embedding) or part.name == model.head_tensor
-                    found[part.name] = _WHOLE_ROWS if is_head else _format_of(part, quantization)
-    return found
+    heads: dict[str, WeightFormat] = {}
+    layers: dict[str, WeightFormat] = {}
+    unrounded: dict[str, None] = {}
+    for module, part in _matrices(model):
+        if not part.takes_blocks:
+            unrounded[part.name] = None
+        elif isinstance(module, Embedding) or part.name == model.head_tensor:
+            heads[part.name] = _WHOLE_ROWS
+        else:
+            layers[part.name] = _choose_format(part, quantization)
+    if not layers:
+        raise ConfigurationError(
+            f"--quantization is {quantization}; the model stores its layers densely"
+        )
+    if unrounded:
+        _logger.warning(
+            "--quantization %s leaves %d tensors, which the model stores densely, as they are; the "
+            "first is %s",
+            *(quantization, len(unrounded), next(iter(unrounded))),
+        )
+    return heads | layers
 
 
 def read_part(
@@ -99,7 +118,19 @@ def read_part(
     return kernels.take_columns(blocks, columns.start, columns.stop)
 
 
-def _format_of(part: TensorPart, quantization: str) -> WeightFormat:
-    names, num_columns = _ONLINE[quantization], part.tensor_shape[-1]
-    formats = (FORMATS[name] for name in names)
-    return next(each for each in formats if num_columns % (each.block or 1) == 0)
+def _matrices(model: CausalModel) -> Iterator[tuple[PackedModule, TensorPart]]:
+    """Yields the parts that are matrices of layers, but no routers or tables for look-ups."""
+    routers = {id(module.router) for module in model.modules() if isinstance(module, SparseMlp)}
+    for module, parts in model.parts_by_module():
+        if isinstance(module, PackedModule) and id(module) not in routers:
+            for part in parts if module.weight.use is not WeightUse.LOOKUP else ():
+                if len(part.cuts) > 1 and not part.name.endswith("bias"):
+                    yield module, part
+
+
+def _choose_format(part: TensorPart, quantization: str) -> WeightFormat:
+    num_columns = part.tensor_shape[-1]
+    for name in _ONLINE[quantization]:
+        if num_columns % (FORMATS[name].block or 1) == 0:
+            return FORMATS[name]
+    raise AssertionError(f"no format of {quantization} has whole rows")

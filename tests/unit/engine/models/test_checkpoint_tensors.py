@@ -35,6 +35,12 @@ def filled(module, path, stored):
     return (columns[1:] - columns[0]).T, columns[0]
 
 
+def test_pieces_have_so_many_elements_of_whole_rows():
+    """A file's reader may have to read all columns of a row, of which a rank has a quarter."""
+    part = TensorPart("a", torch.empty(10, 8), (Cut.whole(10), Cut(32, 8, 16)))
+    assert [piece.target.shape[0] for piece in part.pieces(96)] == [3, 3, 3, 1]
+
+
 def qkv_parts(rank, num_ranks):
     """Six heads of queries and three of keys and values, divided among ranks."""
     share = Cut(num_ranks, rank, rank + 1)

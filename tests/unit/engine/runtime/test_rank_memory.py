@@ -8,9 +8,9 @@ from engine.kv_cache.spec import group_layers
 from engine.models.config_fields import ConfigFields
 from engine.models.part import ModelPart
 from engine.models.registry import family_of
-from kernels import RankGroup
 from kvstore.layout import KvLayout
 from kvstore.transfer_form import BlockSlicing, PoolShare, TransferForm
+from tests.support.rank_hosts import group_of
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB = 24, 16, 8, 64, 1024, 2816, 32_000
 SHAPE = {
@@ -22,14 +22,6 @@ SHAPE = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 2048,
 }
-
-
-def group_of(rank: int, size: int) -> RankGroup:
-    """A group that only divides; it exchanges nothing."""
-    methods = dict.fromkeys(RankGroup.__abstractmethods__)
-    group: RankGroup = type("Group", (RankGroup,), methods)()
-    group.rank, group.size = rank, size
-    return group
 
 
 @pytest.mark.parametrize("tied", [True, False])
