@@ -57,7 +57,7 @@ _ALL = (
     WeightFormat(15, "FP8", 0, 4, bytes_per_column=1),
     WeightFormat(16, "FP8_128", 128, 4 + 128),
 )
-FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ALL}
+FORMATS: Mapping[str, WeightFormat] = {kind.name: kind for kind in _ALL}
 """By name."""
 GGML_FORMATS: Mapping[int, WeightFormat] = {
     8: FORMATS["Q8_0"],

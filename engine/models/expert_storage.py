@@ -14,8 +14,6 @@ from engine.models.tensor_parts import (
     WeightTarget,
     as_numbers,
     fill,
-    group_of,
-    part_of,
 )
 from kernels import Cut, RowsOfWeight
 from kernels.block_rows import BlockRows
@@ -135,12 +133,6 @@ class _RowsInTurn(RowsOfWeight):
         self.shape = (len(targets) * rows, *others)
         self.nbytes = sum(target.nbytes for target in targets)
         self._targets = targets
-        self.group = len(targets) if all(group_of(target) == 1 for target in targets) else 0
-
-    @override
-    def part(self, first: int, count: int) -> "_RowsInTurn":
-        bounds = first // len(self._targets), count // len(self._targets)
-        return _RowsInTurn([part_of(target, *bounds) for target in self._targets])
 
     @override
     def copy_(self, source: torch.Tensor | BlockRows) -> None:

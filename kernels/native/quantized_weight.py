@@ -21,7 +21,7 @@ __all__ = ["SERVED_FORMATS", "BlockTable", "QuantizedWeight", "make_quantized_we
 
 SERVED_FORMATS = ServedFormats(
     exact=frozenset(FORMATS.values()),
-    fast=frozenset(each for name, each in FORMATS.items() if not name.startswith("FP8")),
+    fast=frozenset(kind for name, kind in FORMATS.items() if not name.startswith("FP8")),
 )
 """The formats that the library packs and multiplies; codes of FP8 are not integers."""
 
@@ -54,12 +54,13 @@ class QuantizedWeight(PanelWeight):
         return self.quantized.format.row_bytes(self.num_columns)
 
     @override
-    def describe(self) -> str:  # both ways of computing read the same order
+    def describe(self) -> str:
         return f"{type(self).__name__} {self.use.value} {self.quantized.format.name}"
 
     @override
     def pack(self, source: torch.Tensor | BlockRows, first: int, part: int) -> None:
         blocks = _as_blocks(source, self.quantized.format)
+        assert blocks.num_columns % (blocks.format.block or 1) == 0
         self.library.pack_blocks(
             self.quantized.format.code,
             blocks.data.data_ptr(),

@@ -78,7 +78,7 @@ def test_what_is_dequantized_or_has_no_effect_is_logged(tmp_path, caplog):
         folder.mkdir()
         _open(KINDS[form], _write(KINDS[form], folder)[0])
     unused, dense = (record.getMessage() for record in reversed(caplog.records))
-    assert dense.endswith(f"are dequantized: 1, the first is {_WEIGHT}")
+    assert dense.startswith(f"1 weights are dequantized (first: {_WEIGHT}): no storage format")
     assert unused == "quantization_config: activation_scheme: no effect"
 
 

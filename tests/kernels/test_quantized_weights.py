@@ -84,3 +84,9 @@ def test_other_rows_are_refused(name):
         weight.rows(0, 33).copy_(random_rows(other, 33, 256))
     with pytest.raises(ValueError, match="source has shape"):
         weight.rows(0, 32).copy_(random_rows(name, 33, 256))
+
+
+def test_rows_of_no_whole_blocks_are_a_mistake():
+    rows = random_rows("Q8_0", 32, 96)
+    with pytest.raises(AssertionError):
+        quantized(BlockRows(rows.format, rows.data, 80), torch.float32)

@@ -109,6 +109,10 @@ class SafetensorsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; reading from it opens it again."""
         self._reader.close()
 
     def keys(self) -> list[str]:

@@ -194,16 +194,16 @@ class StoredTensors:
         formats = (
             of_bytes if entry.dtype == _BYTES else entry.format for entry in self._entries.values()
         )
-        return frozenset(found for found in formats if found is not None)
+        return frozenset(kind for kind in formats if kind is not None)
 
     def _add(self, name: str, entry: StoredEntry) -> None:
         """Adds a tensor; of two with the same name the later one counts."""
-        other = self._entries.get(name)
+        earlier = self._entries.get(name)
         self._entries[name] = entry
-        if other is not None and not self._are_equal(other, entry):
+        if earlier is not None and not self._are_equal(earlier, entry):
             _logger.warning(
                 "%s and %s have different tensors %s; the second one is used",
-                other.file,
+                earlier.file,
                 entry.file,
                 name,
             )
@@ -213,9 +213,9 @@ class StoredTensors:
             return False
         if first.format is None and not {first.dtype, second.dtype} <= _FLOAT_DTYPES.keys():
             return False
-        with self._open_file(first.file) as one, self._open_file(second.file) as other:
-            parts = zip(_rows(one, first), _rows(other, second), strict=True)
-            return all(self._are_same(rows, like) for rows, like in parts)
+        with self._open_file(first.file) as file, self._open_file(second.file) as like:
+            parts = zip(_rows(file, first), _rows(like, second), strict=True)
+            return all(self._are_same(*rows) for rows in parts)
 
     def _is_zero(self, entry: StoredEntry) -> bool:
         with self._open_file(entry.file) as file:

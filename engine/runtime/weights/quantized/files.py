@@ -94,8 +94,8 @@ class QuantizedFiles:
         dense = sorted(name for name, layer in layers if layer.format is None)
         if dense:
             _logger.warning(
-                "weights with groups of inputs, or zero points, that no storage format has are "
-                "dequantized: %d, the first is %s",
+                "%d weights are dequantized (first: %s): no storage format has their groups or "
+                "zero points",
                 *(len(dense), dense[0]),
             )
 
@@ -124,7 +124,7 @@ class _QuantizedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.__exit__()
+        self._files.close()
 
     def keys(self) -> list[str]:
         """Returns the tensors' names."""
@@ -138,8 +138,7 @@ class _QuantizedFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Reads a tensor that belongs to no quantized layer."""
-        stored: torch.Tensor = self._files[self._file].get_tensor(name)
-        return stored
+        return self._files[self._file].get_tensor(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class _Weight:
 
         Returns:
             Rows in the layer's format, if it has one and the columns are whole blocks; otherwise
-            float32 numbers, of which no bit is rounded.
+            the exact numbers, in float32.
         """
         rows, columns = (
             range(size)[part] for size, part in zip(self.layer.shape, index, strict=True)

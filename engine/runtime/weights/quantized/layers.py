@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from baton.common.errors import ConfigurationError
 from engine.runtime.weights.quantized.coded_rows import CodedRows, CodeKind, block_format
+from engine.runtime.weights.safetensors_file import SafetensorsFile
 from engine.runtime.weights.stored_tensors import StoredEntry, open_safetensors
 from kernels.formats import WeightFormat
 
@@ -42,19 +43,23 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, SafetensorsFile] = {}
         self._layer, self._tensors = "", dict[str, torch.Tensor]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files, and forgets the layer's tensors; reading opens files again."""
         for file in self._files.values():
-            file.__exit__(None, None, None)
+            file.close()
         self._files.clear()
         self._layer, self._tensors = "", {}
 
-    def __getitem__(self, file: Path) -> Any:
+    def __getitem__(self, file: Path) -> SafetensorsFile:
         """Returns a file, with the methods of safetensors' `safe_open`."""
         if file not in self._files:
             self._files[file] = open_safetensors(file)
@@ -118,14 +123,13 @@ class LayerTensors:
         entry = self.entry(name)
         if len(index) != 1:
             return self._files.tensor(self.path, entry)[index]
-        stored: torch.Tensor = self._files[entry.file].get_slice(entry.name)[index]
-        return stored
+        return self._files[entry.file].get_slice(entry.name)[index]
 
     def refuse(self, name: str, reason: str) -> ConfigurationError:
         """Returns the error for a tensor of the wrong type or shape."""
         entry = self._entries[name]
-        found = f"{entry.file}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}"
-        return ConfigurationError(f"{found}; {reason}")
+        tensor = f"{entry.file}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}"
+        return ConfigurationError(f"{tensor}; {reason}")
 
 
 @dataclass(frozen=True, slots=True)
