@@ -100,7 +100,9 @@ def test_a_peer_that_cannot_load_the_model_is_not_measured(tmp_path, monkeypatch
     launch = script(tmp_path, "import sys; sys.exit('no such model')")
     monkeypatch.setattr(comparison, "launch_of", lambda name, setting: replace(launch, engine=name))
     setting = Setting(demo_model_path(), 1, tmp_path, 128)
-    run = partial(comparison.compare, case_names=["batch-1"], setting=setting, repeats=1, vocab_size=64)
+    run = partial(
+        comparison.compare, case_names=["batch-1"], setting=setting, repeats=1, vocab_size=64
+    )
     lines: list[str] = []
     with pytest.raises(ConfigurationError, match=r"vllm ended unasked.*odd\.log"):
         run(["vllm"], write_line=lines.append, before_round=lambda: None)
