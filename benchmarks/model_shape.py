@@ -2,8 +2,6 @@
 
 import math
 
-import gguf
-
 from baton.common.model_files.gguf import GgufFile
 from benchmarks.model_cost import ModelShape
 from engine.config import EngineConfig
@@ -52,6 +50,8 @@ def _read_bytes(file: GgufFile) -> int:
 
     A step reads few rows of an embedding, but all of one that is also the head.
     """
+    import gguf  # an image for GPUs lacks it, which serves no such files
+
     tensors = dict(file.header.tensors)
     if "output.weight" in tensors:
         del tensors["token_embd.weight"]

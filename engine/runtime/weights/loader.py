@@ -68,7 +68,7 @@ _logger = logging.getLogger("baton.engine")
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
-_PIECE_ELEMENTS = 2**21  # eight mebibytes of float32
+_PIECE_ELEMENTS = 2**19  # two mebibytes of float32
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
 _Match = tuple[Path, str, str]
