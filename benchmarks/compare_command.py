@@ -16,7 +16,7 @@ from benchmarks.output import write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import BATON, ENGINES, SERVED_FORMS
 from benchmarks.peers.comparison import compare, summarize
-from benchmarks.peers.environments import PEERS_FOLDER, Setting
+from benchmarks.peers.environments import Setting, add_peer_args
 from benchmarks.peers.served_files import as_quantized_gguf, compared_model
 from benchmarks.workloads.kind import refuse_below
 from engine.config import EngineConfig
@@ -56,15 +56,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "Baton's (default: %(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument(
-        "--num-threads", type=int, help="threads of each engine (default: every core)"
-    )
-    parser.add_argument(
-        "--peers-folder",
-        type=Path,
-        default=PEERS_FOLDER,
-        help="holds the engines' environments and models (default: %(default)s)",
-    )
+    add_peer_args(parser)
     parser.add_argument("--json", type=Path, help="also write the results here")
 
 

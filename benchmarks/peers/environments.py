@@ -1,5 +1,6 @@
 """The settings of a comparison, and the environments that the engines run in."""
 
+import argparse
 import os
 import sys
 from dataclasses import dataclass
@@ -7,9 +8,15 @@ from pathlib import Path
 
 from baton.common.errors import ConfigurationError
 
-__all__ = ["PEERS_FOLDER", "NotMeasurableError", "Setting", "inherited_variables", "peer_python"]
+__all__ = [
+    "NotMeasurableError",
+    "Setting",
+    "add_peer_args",
+    "inherited_variables",
+    "peer_python",
+]
 
-PEERS_FOLDER = Path("~/.cache/baton-peers")
+_PEERS_FOLDER = Path("~/.cache/baton-peers")
 _MAKE_ENVIRONMENT = Path(__file__).parent / "make_env.sh"
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 """Environment variables of Baton's environment that would affect those of peers."""
@@ -43,6 +50,19 @@ class Setting:
     def is_gguf(self) -> bool:
         """Whether the model is a GGUF file."""
         return self.model.suffix == ".gguf"
+
+
+def add_peer_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of commands that run other engines."""
+    parser.add_argument(
+        "--num-threads", type=int, help="threads of each engine (default: every core)"
+    )
+    parser.add_argument(
+        "--peers-folder",
+        type=Path,
+        default=_PEERS_FOLDER,
+        help="holds the engines' environments and models (default: %(default)s)",
+    )
 
 
 def peer_python(home: str, setting: Setting) -> Path:

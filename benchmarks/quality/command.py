@@ -22,7 +22,7 @@ from benchmarks.output import (
     write_report,
 )
 from benchmarks.peers.catalogue import GGUF_FORMS, launch_of
-from benchmarks.peers.environments import PEERS_FOLDER, NotMeasurableError, Setting
+from benchmarks.peers.environments import NotMeasurableError, Setting, add_peer_args
 from benchmarks.peers.peer_process import PeerProcess
 from benchmarks.peers.served_files import as_quantized_gguf, compared_model
 from benchmarks.quality.divergence import Divergence
@@ -68,15 +68,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "--num-texts", 16, "help topics of Python")
     add_number(parser, "--text-tokens", 256, "tokens of each")
-    parser.add_argument(
-        "--num-threads", type=int, help="threads of each engine (default: every core)"
-    )
-    parser.add_argument(
-        "--peers-folder",
-        type=Path,
-        default=PEERS_FOLDER,
-        help="holds the environment of llama.cpp, and models (default: %(default)s)",
-    )
+    add_peer_args(parser)
     add_output_args(parser)
 
 

@@ -1,11 +1,10 @@
 """`KvCacheManager`: allocates, shares and releases the blocks of sequences. Pure.
 
-It alone changes block tables. `fork` shares blocks, `append` makes the slots of
-the next tokens writable, copying shared blocks first (copy-on-write), and `free`
-releases the references. After PagedAttention (Kwon et al. 2023). When a step is
-committed, `register` offers the blocks that it filled to the prefix cache, and
-then `release_behind` releases the blocks that no window sees any longer. The slots of
-recurrent layers' states are in the care of `StateSlots`, the blocks in that of `TokenBlocks`.
+It alone changes block tables. `fork` shares blocks, `append` makes the slots of the next tokens
+writable, copying shared blocks first (copy-on-write), and `free` releases the references. After
+PagedAttention (Kwon et al. 2023). When a step is committed, `register` offers the blocks that it
+filled to the prefix cache, and then `release_behind` releases the blocks that no window sees any
+longer. `StateSlots` has the slots of recurrent layers' states, `TokenBlocks` the blocks.
 
 Released blocks that a step in flight may still read or write are *fenced*: they
 stay referenced until that step reports. The engine therefore calls
@@ -104,16 +103,14 @@ class KvCacheManager:
             keys: keys of the sequence's full blocks.
             num_tokens: its length. At least one token is left to compute.
             num_loaded: number of its tokens whose KV will be loaded, the prefix included, and
-                states at their end, so that the prefix needs none. 0 without a load. The prefix
-                ends before the block with those states: full, computed blocks are offered to the
-                cache with their slot, which has no states until they are loaded.
+                states at their end, so that the prefix needs none; it ends before the block with
+                those states, which must not be cached before they are loaded. 0 without a load.
         """
-        num_usable = num_tokens - 1
-        if num_loaded:
-            num_usable = min(num_usable, num_loaded - (0 if self.spec.states is None else 1))
-        limit = min(len(keys), num_usable // self.spec.block_size)
-        limit = limit if self._enable_prefix_caching else 0
-        return self._prefixes.match(keys, limit, needs_states=not num_loaded)
+        num_usable = min(num_tokens - 1, num_loaded or num_tokens)
+        if num_loaded and self.spec.states is not None:
+            num_usable = min(num_usable, num_loaded - 1)
+        limit = num_usable // self.spec.block_size if self._enable_prefix_caching else 0
+        return self._prefixes.match(keys, min(limit, len(keys)), needs_states=not num_loaded)
 
     def register(self, table: BlockTable, keys: Sequence[bytes], num_computed: int) -> None:
         """Offers full, computed blocks to the prefix cache, each once.
