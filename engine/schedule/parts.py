@@ -10,11 +10,12 @@ from engine.groups.group import SequenceGroup
 from engine.groups.states import GroupTimes
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import spec_of
+from engine.kv_cache.state_slots import StateCounts
 from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.save_policy import SavePolicy
 from engine.kv_transfer.transfers import Transfers
 from engine.metrics.counts import EngineMetrics
-from engine.request import EngineRequest
+from engine.request import EngineLoad, EngineRequest
 from engine.runner import EngineTurns, ModelInfo, NoTurns, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
@@ -185,6 +186,33 @@ class SchedulerParts:
             metrics=metrics,
             clock=clock,
             times=StepTimes(config, costs, clock, turns or NoTurns()),
+        )
+
+    def load(self) -> EngineLoad:
+        """Returns how busy the engine is."""
+        states = StateCounts() if self.kv.states is None else self.kv.states.counts
+        return EngineLoad(
+            num_running=self.queues.num_running,
+            num_waiting=self.queues.num_waiting + self.guides.num_compiling,
+            num_queued_tokens=self.queues.num_queued_tokens,
+            num_free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            prefix_cache_queries=self.kv.num_queries,
+            prefix_cache_hits=self.kv.num_hits,
+            num_preemptions=self.preemption.num_preemptions,
+            num_swapped_blocks=self.kv.num_host_used,
+            num_swap_preemptions=self.preemption.num_swap_preemptions,
+            num_loading=self.queues.num_loading,
+            num_compiling=self.guides.num_compiling,
+            num_swapped=self.queues.num_swapped,
+            num_cached_blocks=self.kv.pool.num_cached,
+            num_slots=self.kv.pool.num_slots,
+            num_free_slots=self.kv.pool.num_free_slots,
+            num_cached_slots=self.kv.pool.num_cached_slots,
+            num_kept_states=states.num_kept,
+            num_skipped_states=states.num_skipped,
+            num_state_hits=states.num_hits,
+            num_state_lost_tokens=states.num_lost_tokens,
         )
 
 

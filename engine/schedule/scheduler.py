@@ -21,7 +21,6 @@ from operator import attrgetter
 from baton.common.errors import BatonError, DeadlineExceededError, InternalError, Reason
 from engine.batch import ScheduledBatch, StepOutput
 from engine.groups.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
-from engine.kv_cache.state_slots import StateCounts
 from engine.kv_transfer.loads import FinishedLoad
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
 from engine.schedule.deadlines import Deadlines
@@ -52,6 +51,7 @@ class Scheduler:
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
+        self._parts = parts
         self._config = parts.config
         self._new_group = parts.new_group
         self._clock = parts.clock
@@ -102,30 +102,7 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine is."""
-        states = StateCounts() if self.kv.states is None else self.kv.states.counts
-        return EngineLoad(
-            num_running=self._queues.num_running,
-            num_waiting=self._queues.num_waiting + self._guides.num_compiling,
-            num_queued_tokens=self._queues.num_queued_tokens,
-            num_free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
-            prefix_cache_queries=self.kv.num_queries,
-            prefix_cache_hits=self.kv.num_hits,
-            num_preemptions=self._preemption.num_preemptions,
-            num_swapped_blocks=self.kv.num_host_used,
-            num_swap_preemptions=self._preemption.num_swap_preemptions,
-            num_loading=self._queues.num_loading,
-            num_compiling=self._guides.num_compiling,
-            num_swapped=self._queues.num_swapped,
-            num_cached_blocks=self.kv.pool.num_cached,
-            num_slots=self.kv.pool.num_slots,
-            num_free_slots=self.kv.pool.num_free_slots,
-            num_cached_slots=self.kv.pool.num_cached_slots,
-            num_kept_states=states.num_kept,
-            num_skipped_states=states.num_skipped,
-            num_state_hits=states.num_hits,
-            num_state_lost_tokens=states.num_lost_tokens,
-        )
+        return self._parts.load()
 
     # Requests.
 
