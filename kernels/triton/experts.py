@@ -11,7 +11,8 @@ from kernels.layer_kinds import Activation
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import gated, with_dense_columns
-from kernels.triton.quantized import layout_arguments, quantized_sums
+from kernels.triton.quantized import layout_arguments
+from kernels.triton.quantized_kernels import quantized_sums
 from kernels.triton.scaled_weight import ScaledWeight
 from kernels.weights import DenseWeight, WeightStack, WeightUse
 
