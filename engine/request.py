@@ -213,6 +213,7 @@ class EngineLoad:
         num_state_hits: sequences that began at a state of the prefix cache.
         num_state_lost_tokens: tokens that were computed again though their K and V were in the
             prefix cache, as no state was at their end.
+        newest_kv_event: number of the newest event of the prefix cache; 0 before the first.
     """
 
     num_running: int
@@ -239,3 +240,4 @@ class EngineLoad:
     num_skipped_states: int = 0
     num_state_hits: int = 0
     num_state_lost_tokens: int = 0
+    newest_kv_event: int = 0

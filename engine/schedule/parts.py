@@ -213,6 +213,7 @@ class SchedulerParts:
             num_skipped_states=states.num_skipped,
             num_state_hits=states.num_hits,
             num_state_lost_tokens=states.num_lost_tokens,
+            newest_kv_event=self.kv.events.newest,
         )
 
 

@@ -2,16 +2,13 @@
 
 The stages gather the facts and these pure functions decide. Costs follow the KV-aware
 router of NVIDIA Dynamo (work still to do plus work already held), in the unit that the
-tier is short of: blocks for decode, tokens for prefill. `PrefixIndex` estimates which
-prefixes replicas cache.
+tier is short of: blocks for decode, tokens for prefill.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "PrefixIndex",
     "ReplicaState",
     "pick_decode",
     "pick_prefill",
@@ -101,47 +98,3 @@ def wants_remote_prefill(
 def _uncached_tokens(num_prompt_tokens: int, cached_tokens: int) -> int:
     """Tokens to compute; at least the last one, whose logits the next token is drawn from."""
     return max(num_prompt_tokens - cached_tokens, 1)
-
-
-class PrefixIndex:
-    """Which prefixes each replica probably caches, by block key.
-
-    The index records where this router sent prompts; it asks no replica. It may be
-    wrong in both directions, which costs time and never correctness. Each replica has
-    a least-recently-used table of its own, with no more keys than the replica's pool has blocks.
-
-    Args:
-        max_blocks_per_replica: the most keys remembered per replica, however large its pool is.
-    """
-
-    def __init__(self, max_blocks_per_replica: int) -> None:
-        self._max_blocks = max_blocks_per_replica
-        self._tables: dict[str, OrderedDict[bytes, None]] = {}
-
-    def record(self, replica_id: str, keys: Sequence[bytes], num_blocks: int) -> None:
-        """Notes that the replica, whose pool has `num_blocks`, now holds the blocks of this prefix.
-        O(1) per key.
-        """
-        table = self._tables.setdefault(replica_id, OrderedDict())
-        # In reverse, so that a prefix is evicted from its end: its blocks are useless without
-        # the ones before them.
-        for key in reversed(keys):
-            table[key] = None
-            table.move_to_end(key)
-        while len(table) > min(self._max_blocks, num_blocks):
-            table.popitem(last=False)
-
-    def overlap(self, replica_id: str, keys: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of this prefix the replica probably caches."""
-        table = self._tables.get(replica_id)
-        for index, key in enumerate(keys):
-            if table is None or key not in table:
-                return index
-        return len(keys)
-
-    def forget(self, replica_id: str) -> None:
-        """Drops the table of a replica that restarted or left. Unknown ids are no error."""
-        self._tables.pop(replica_id, None)
-
-    def __len__(self) -> int:
-        return sum(len(table) for table in self._tables.values())

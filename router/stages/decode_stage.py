@@ -25,12 +25,13 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import PrefixIndex, pick_decode
+from router.fleet.policy import pick_decode
 from router.fleet.replica import Capacity, without_ejected
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
+from router.routing.cache_index import CacheIndex
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
 
 __all__ = ["DecodeStage"]
@@ -48,7 +49,7 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what the replicas' prefix caches hold.
         queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
@@ -57,13 +58,13 @@ class DecodeStage:
     def __init__(
         self,
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._index = index
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
 
@@ -99,15 +100,17 @@ class DecodeStage:
             for replica in without_ejected(possible)
             if replica.has_room_for(request.spec)
         }
+        match = self._index.match(request.block_keys, request.num_prompt_tokens)
         states = [
-            replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
+            replica.state(match.blocks(replica_id)) for replica_id, replica in replicas.items()
         ]
         chosen = pick_decode(states, request.num_prompt_blocks)
         return replicas[chosen] if chosen is not None else None
 
     def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
         """Leading blocks of the prompt that the replica probably caches."""
-        return self._prefix_index.overlap(replica.replica_id, request.block_keys)
+        match = self._index.match(request.block_keys, request.num_prompt_tokens)
+        return match.blocks(replica.replica_id)
 
     async def run(
         self,
@@ -208,11 +211,7 @@ class DecodeStage:
             with replica.reserve(num_blocks=missing_blocks):
                 stream = replica.connection.start(start)
                 replica.log_start(spec)
-                # After `start`, which fails if the worker was lost: a record of a lost worker
-                # would never be forgotten.
-                self._prefix_index.record(
-                    replica.replica_id, request.block_keys, replica.num_blocks
-                )
+                self._index.expect(replica.replica_id, request.block_keys)
                 try:
                     yield own, stream
                 finally:

@@ -23,7 +23,7 @@ from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex, wants_remote_prefill
+from router.fleet.policy import wants_remote_prefill
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
@@ -32,6 +32,7 @@ from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, SpecMaker, prepare_request
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import validate_request
+from router.routing.cache_index import CacheIndex
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
@@ -103,7 +104,7 @@ class Pipeline:
         tokenizer: the model's.
         default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what the replicas' prefix caches hold.
         admission: limits the number of running requests.
         backlog: learns how long requests take.
         pace: how long streams pause after each message.
@@ -117,7 +118,7 @@ class Pipeline:
         tokenizer: Tokenizer,
         default_params: Mapping[str, Any],
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         admission: Admission,
         backlog: Backlog,
         pace: Pace,
@@ -132,10 +133,10 @@ class Pipeline:
         self._backlog = backlog
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(fleet, prefix_index, queue_timeout_s=config.queue_timeout_s)
+        self._prefill = PrefillStage(fleet, index, queue_timeout_s=config.queue_timeout_s)
         self._decode = DecodeStage(
             fleet,
-            prefix_index,
+            index,
             queue_timeout_s=config.queue_timeout_s,
             resume_timeout_s=config.resume_timeout_s,
         )

@@ -27,12 +27,13 @@ from baton.common.request.answer import CandidateOutput
 from baton.v1 import prefill_pb2
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.output_wire import output_from_proto
-from router.fleet.policy import PrefixIndex, pick_prefill
+from router.fleet.policy import pick_prefill
 from router.fleet.replica import Capacity, without_ejected
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
+from router.routing.cache_index import CacheIndex
 from router.stages.continuation import HeldHandoff, Progress
 
 __all__ = ["PrefillCall", "PrefillStage", "Prompt"]
@@ -167,14 +168,14 @@ class PrefillStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what the replicas' prefix caches hold.
         queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
             to wait.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, *, queue_timeout_s: float) -> None:
+    def __init__(self, fleet: Fleet, index: CacheIndex, *, queue_timeout_s: float) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._index = index
         self._queue_timeout_s = queue_timeout_s
 
     async def run(
@@ -256,16 +257,17 @@ class PrefillStage:
             if replica.replica_id not in prompt.tried and replica.capacity.holds(num_tokens)
         ]
         replicas = {replica.replica_id: replica for replica in without_ejected(possible)}
+        match = self._index.match(request.block_keys, num_tokens)
         states = [
-            replica.state(self._prefix_index.overlap(replica_id, request.block_keys))
-            for replica_id, replica in replicas.items()
+            replica.state(match.blocks(replica_id)) for replica_id, replica in replicas.items()
         ]
         chosen = pick_prefill(states, num_tokens, request.block_size)
         return replicas[chosen] if chosen is not None else None
 
     def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
         request = prompt.request
-        cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
+        match = self._index.match(request.block_keys, request.num_prompt_tokens)
+        cached_blocks = match.blocks(replica.replica_id)
         uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
-        self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
+        self._index.expect(replica.replica_id, request.block_keys)
         return PrefillCall(prompt, replica, uncached_tokens)
