@@ -13,13 +13,14 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.fleet.tier_replicas import PrefillReplica
 from router.observe.request_record import RequestRecord
+from router.routing.cache_index import CacheIndex
 from rpc.channels import open_channel
 
 
 async def test_the_state_is_the_larger_of_reported_and_reserved_load():
     info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     report = worker_pb2.WorkerLoad(
         num_running=1, num_waiting=1, num_queued_tokens=30, num_free_blocks=6, num_blocks=10
     )
@@ -39,7 +40,7 @@ async def test_the_state_is_the_larger_of_reported_and_reserved_load():
 async def test_a_replica_that_refuses_a_grammar_has_room_for_requests_without_one():
     async with open_channel("127.0.0.1:1") as channel:
         info = worker_pb2.GetInfoResponse(worker_id="w", block_size=4, pool_block_size=4)
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     guided = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     plain_spec, guided_spec = (
         RequestSpec(request_id="r", prompt_token_ids=(1,), params=params)
@@ -57,7 +58,7 @@ async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():
         role=worker_pb2.WORKER_ROLE_PREFILL, num_blocks=10, block_size=4, pool_block_size=4
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     now = replica._breaker._clock() + 60
     replica._breaker._clock = lambda: now
     record = RequestRecord()
@@ -97,7 +98,7 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
         worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     replica._load.take(worker_pb2.WorkerLoad(num_free_blocks=num_blocks))
     assert (replica.state(0).num_blocks, replica.state(0).num_free_blocks) == (10, 10)
     with replica.reserve(num_blocks=9):
