@@ -124,8 +124,8 @@ class BlockTable:
         """
         if not limit:
             return []
-        values, shift = self._values, _DEPTH_BITS
-        rest = values.get(keys[0], 0) >> shift & replicas
+        get = self._values.get
+        rest = get(keys[0], 0) & replicas << _DEPTH_BITS  # shifted, as the values are
         searches = []
         for place, orphaned in self._orphans_in(keys) if rest else ():
             # The block before the orphan is missing.
@@ -139,15 +139,15 @@ class BlockTable:
             part, low, high = searches.pop()
             while low < high:
                 middle = (low + high + 1) // 2
-                holders = values.get(keys[middle - 1], 0) >> shift & part
-                if not holders:
+                holders = get(keys[middle - 1], 0) & part
+                if holders == part:
+                    low = middle
+                elif not holders:
                     high = middle - 1
-                    continue
-                if holders != part:
-                    searches.append((part & ~holders, low, middle - 1))
-                    part = holders
-                low = middle
-            lengths.append((part, low))
+                else:
+                    searches.append((part ^ holders, low, middle - 1))
+                    part, low = holders, middle
+            lengths.append((part >> _DEPTH_BITS, low))
         return lengths
 
     def check(self) -> None:
@@ -176,13 +176,15 @@ class BlockTable:
         return min((self._values.get(parent, _UNKNOWN_DEPTH) & _UNKNOWN_DEPTH) + 1, _UNKNOWN_DEPTH)
 
     def _orphans_in(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Returns the places of orphans in a prompt, ascending, and the replicas of each."""
+        """Returns the places of orphans in a prompt, ascending, and the replicas of each, shifted
+        as they are in `_values`.
+        """
         orphans, values = self._orphans, self._values
         if len(orphans) < len(keys):
             places = [(values[key] & _UNKNOWN_DEPTH, key) for key in orphans]
             if all(depth != _UNKNOWN_DEPTH for depth, _ in places):
                 here = [p for p in places if p[0] < len(keys) and keys[p[0]] == p[1]]
-                return [(place, orphans[key] >> _DEPTH_BITS) for place, key in sorted(here)]
+                return [(place, orphans[key]) for place, key in sorted(here)]
         return [
             (place, orphans[key] >> _DEPTH_BITS) for place, key in enumerate(keys) if key in orphans
         ]
