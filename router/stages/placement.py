@@ -116,7 +116,7 @@ class Placement:
 
     def missing_blocks(self, request: RoutedRequest, replica: Replica) -> int:
         """Blocks of the prompt that a replica does not cache."""
-        match = self._index.match(request.block_keys)
+        match = self._index.match(request.block_keys, request.num_prompt_tokens)
         return request.num_prompt_blocks - match.blocks(replica.replica_id)
 
     def expect(self, request: RoutedRequest, replica: Replica) -> None:
@@ -133,7 +133,7 @@ class Placement:
         return Prompt(
             num_tokens=request.num_prompt_tokens,
             block_size=request.block_size,
-            match=self._index.match(request.block_keys),
+            match=self._index.match(request.block_keys, request.num_prompt_tokens),
             key=_key_of(request),
             num_output_tokens=min(params.max_tokens, max(self._num_output_tokens, 1.0)),
             has_prefill_tier=bool(self._fleet.prefill.candidates),

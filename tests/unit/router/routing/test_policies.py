@@ -11,7 +11,7 @@ from baton.common.flags import plugins
 from router.routing.candidate import Candidate, Prompt
 from router.routing.policies import POLICIES, make_policy
 from router.routing.policy import PolicySettings
-from tests.support.routing import Blocks
+from tests.support.routing import cached_blocks
 
 BLOCK = 10
 
@@ -27,7 +27,9 @@ def candidate(replica_id, **facts):
 
 
 def prompt(cached=None, num_tokens=1000, **facts):
-    return Prompt(num_tokens=num_tokens, block_size=BLOCK, match=Blocks(cached or {}), **facts)
+    return Prompt(
+        num_tokens=num_tokens, block_size=BLOCK, match=cached_blocks(cached or {}), **facts
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
