@@ -31,7 +31,7 @@ def stored(number, keys, parent):
 
 
 class ScriptedEvents(FakeDecode):
-    """A decode worker; each of its streams of events sends one list of messages, and waits or fails.
+    """A decode worker. Each of its streams of events sends one list of messages.
 
     Attributes:
         streams: the lists; a stream fails after its list if that ends with None.
