@@ -24,37 +24,45 @@ _METHOD = "/baton.v1.GenerationService/Generate"
 _NUM_TOKENS = 2  # the first is prefill's, the second decode's
 _SHORT = 16
 
-_Call = Callable[[list[int] | str], Awaitable[None]]
+_Call = Callable[[bytes], Awaitable[None]]
+
+
+def _grpc_request(prompt: list[int] | str) -> bytes:
+    request = generation_pb2.GenerateRequest(
+        sampling=common_pb2.SamplingParams(temperature=0),
+        stopping=common_pb2.StoppingParams(max_tokens=_NUM_TOKENS, ignore_eos=True),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request.SerializeToString()
 
 
 def _grpc_call(port: int) -> _Call:
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
     method: Any = channel.unary_unary(_METHOD)
 
-    async def call(prompt: list[int] | str) -> None:
-        request = generation_pb2.GenerateRequest(
-            sampling=common_pb2.SamplingParams(temperature=0),
-            stopping=common_pb2.StoppingParams(max_tokens=_NUM_TOKENS, ignore_eos=True),
-        )
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        await method(request.SerializeToString())
+    async def call(request: bytes) -> None:
+        await method(request)
 
     return call
 
 
+def _http_request(prompt: list[int] | str) -> bytes:
+    fields = {"prompt": prompt, "temperature": 0, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
+    body = json.dumps({"model": demo_model_path().name, **fields}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 def _http_call(port: int) -> _Call:
-    async def call(prompt: list[int] | str) -> None:
-        fields = {"prompt": prompt, "temperature": 0, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
-        body = json.dumps({"model": demo_model_path().name, **fields}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-            "Content-Type: application/json\r\nConnection: close\r\n\r\n"
-        )
+    async def call(request: bytes) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
+        writer.write(request)
         answer = await reader.read()
         writer.close()
         if not answer.startswith(b"HTTP/1.1 200"):
@@ -63,9 +71,9 @@ def _http_call(port: int) -> _Call:
     return call
 
 
-async def _seconds(call: _Call, prompt: list[int] | str) -> float:
+async def _seconds(call: _Call, request: bytes) -> float:
     started_at = time.monotonic()
-    await call(prompt)
+    await call(request)
     return time.monotonic() - started_at
 
 
@@ -73,15 +81,16 @@ async def _run(
     kind: str, form: str, port: int, num_requests: int, num_tokens: int, pause_ms: int
 ) -> None:
     tokenizer, rng = Tokenizer.load(demo_model_path()), random.Random(0)
+    request_of = _grpc_request if kind == "grpc" else _http_request
     call = (_grpc_call if kind == "grpc" else _http_call)(port)
 
     def prompt(length: int) -> list[int] | str:
         token_ids = [rng.randrange(4, tokenizer.vocab_size) for _ in range(length)]
         return tokenizer.decode(token_ids) if form == "text" else token_ids
 
-    long = [prompt(num_tokens) for _ in range(num_requests)]
-    num_made = [len(tokenizer.encode(item) if isinstance(item, str) else item) for item in long]
-    short = prompt(_SHORT)
+    prompts = [prompt(num_tokens) for _ in range(num_requests)]
+    num_made = [len(tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts]
+    long, short = list(map(request_of, prompts)), request_of(prompt(_SHORT))
     await call(short)
 
     short_s: list[float] = []
