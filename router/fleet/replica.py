@@ -6,6 +6,7 @@ they differ in the calls that they take (`tier_replicas`).
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.decode_connection import ReplicaLostError
-from router.fleet.policy import ReplicaState
+from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoad
 from router.observe.request_record import Attempt, RequestRecord
+from router.routing.cache_index import CacheIndex
+from router.routing.candidate import Candidate
 from rpc.errors import from_rpc_error
 
 __all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
@@ -78,12 +81,14 @@ class Replica:
         info: its description of what it serves.
         channel: a channel to it.
         security: what this router shows to it.
+        index: learns what its prefix cache holds.
 
     Attributes:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
         capacity: the largest request that it can run.
+        kv_events: the events of its prefix cache.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -95,6 +100,7 @@ class Replica:
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
     ) -> None:
         self.address = address
         self.info = info
@@ -104,7 +110,7 @@ class Replica:
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
-        self._load = ReplicaLoad(info)
+        self._load = ReplicaLoad(info, address)
         self._is_ready = False
         self._on_change: Callable[[], None] = lambda: None
         # What `_note_change` compares, at the last `_on_change`.
@@ -112,6 +118,14 @@ class Replica:
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
+        self.kv_events = KvEventStream(
+            address,
+            info,
+            self._watch_kv_events,
+            index,
+            lambda: self.load,
+            lambda: self.is_leaving,
+        )
 
     @property
     def replica_id(self) -> str:
@@ -171,9 +185,19 @@ class Replica:
         self._load.note_full(spec)
         self._note_change()
 
-    def state(self, overlap_blocks: int) -> ReplicaState:
-        """The replica's state for the routing policy."""
-        return self._load.state(overlap_blocks, self._breaker.weight)
+    def candidate(self) -> Candidate:
+        """What the routing policy compares of the replica now."""
+        return self._load.candidate(self._breaker.weight)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds of prompt work that it has still to do."""
+        return self._load.backlog_s
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that it has found in its prefix cache lately."""
+        return self._load.hit_rate
 
     def log_start(self, spec: RequestSpec) -> None:
         """Logs that a request is started on this replica, and its id there."""
@@ -199,16 +223,27 @@ class Replica:
         self._note_change()
 
     @contextmanager
-    def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
+    def reserve(
+        self,
+        *,
+        num_tokens: int = 0,
+        num_blocks: int = 0,
+        is_sent: bool = True,
+        deadline: float | None = None,
+    ) -> Iterator[None]:
         """Counts a request as this replica's while the context is open.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
+            is_sent: whether it is sent to the replica now, not later.
+            deadline: `time.monotonic()` at which the request has ended in any case.
         """
+        ends_at = math.inf if deadline is None else deadline
+        reserved = self._load.reserve(num_tokens, num_blocks, is_sent=is_sent, deadline=ends_at)
         self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
-            with self._load.reserve(num_tokens, num_blocks):
+            with reserved:
                 self._note_change()
                 yield
         finally:
@@ -297,7 +332,16 @@ class Replica:
 
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
-        return [self._watch_load(), self._until_dropped()]
+        return [self._watch_load(), self._until_dropped(), self.kv_events.run()]
+
+    def _watch_kv_events(
+        self,
+    ) -> grpc.aio.UnaryStreamCall[
+        worker_pb2.WatchKvEventsRequest, worker_pb2.WatchKvEventsResponse
+    ]:
+        return self._worker.WatchKvEvents(
+            worker_pb2.WatchKvEventsRequest(), metadata=self._security.call_metadata()
+        )
 
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
@@ -315,6 +359,7 @@ class Replica:
         )
         async for message in reports:
             self._load.take(message.load)
+            self.kv_events.report(message.load.newest_kv_event)
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
             self._is_ready = True
