@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Table
 from benchmarks.router.connections import connection_table, measure_connections
+from benchmarks.router.decision import decision_table, measure_decisions
 from benchmarks.router.idle import idle_table, measure_idle
 from benchmarks.router.long_prompts import long_prompt_table, measure_long_prompts
 from benchmarks.router.streams import measure_streams, stream_table
@@ -32,6 +33,7 @@ class _Part:
 
 _PARTS = {
     "streams": _Part(measure_streams, stream_table),
+    "decision": _Part(measure_decisions, decision_table),
     "long-prompts": _Part(measure_long_prompts, long_prompt_table),
     "idle": _Part(measure_idle, idle_table),
     # Needs 20,000 open files and two minutes.
@@ -52,12 +54,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures what a router process costs. streams: streamed tokens and small requests over gRPC
-    and HTTP, beside a bare grpc.aio server and a bare uvicorn server that stream the same number
-    of constant messages, then 400 streams at 80% of capacity. long-prompts: prompts of 100k
-    tokens, and short requests beside them. idle: a router that has replicas and no requests.
-    connections: 10,000 streams at once, and the memory of each. The workers have no model: they
-    send a token per stream and step.
+    """Measures what a router process costs.
+
+    streams: streamed tokens and small requests over gRPC and HTTP, beside a bare grpc.aio server
+    and a bare uvicorn server that stream the same number of constant messages, then 400 streams at
+    80% of capacity. decision: the choice of a replica. long-prompts: prompts of 100k tokens, and
+    short requests beside them. idle: a router that has replicas and no requests. connections:
+    10,000 streams at once, and the memory of each. The workers have no model: they send a token per
+    stream and step.
     """
     check_output_args(args)
     names = args.part or [name for name, part in _PARTS.items() if part.is_default]
