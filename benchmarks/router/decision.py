@@ -1,16 +1,14 @@
 """Part `decision`: the time and memory that the choice of a replica takes, without any process."""
 
-import itertools
-import os
 import random
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from baton.v1 import worker_pb2
 from benchmarks.report import Table
-from benchmarks.router.servers import memory_bytes
 from kvstore.block_key import BlockKeyChain
 from router.fleet.replica_load import ReplicaLoad
 from router.routing.cache_form import CacheForm
@@ -24,7 +22,7 @@ __all__ = ["DecisionRow", "decision_table", "measure_decisions"]
 _NUMBERS_OF_REPLICAS = (8, 64, 512)
 _PROMPT_TOKENS = (1_000, 10_000, 100_000)
 _BLOCK_SIZE = 16
-_OWN_BLOCKS = 4096
+_OWN_BLOCKS = 1024
 """Blocks of other prompts that each replica caches."""
 _NUM_DECISIONS = 200
 _SMOKE = ((2,), (1_000,), 2)
@@ -42,7 +40,7 @@ class DecisionRow:
         decision_us: median processor time of the look-up and the choice.
         p99_us: its 99th percentile.
         expect_us: median processor time to note that the prompt was sent.
-        index_mib: what the index takes, of all replicas.
+        index_mib: what the index takes, with three prompts and other blocks of each replica.
     """
 
     num_replicas: int
@@ -62,38 +60,47 @@ def measure_decisions(*, is_smoke: bool) -> list[DecisionRow]:
         _SMOKE if is_smoke else (_NUMBERS_OF_REPLICAS, _PROMPT_TOKENS, _NUM_DECISIONS)
     )
     rows = []
-    for num_replicas, num_tokens in itertools.product(replicas, lengths):
-        rows.append(_Router(num_replicas, num_tokens).measure(num_decisions))
-        sys.stderr.write(f"decision: {num_replicas} replicas, {num_tokens} tokens\n")
+    for num_replicas in replicas:
+        router = _Router(num_replicas, lengths)
+        rows += [router.measure(num_tokens, num_decisions) for num_tokens in lengths]
+        sys.stderr.write(f"decision: {num_replicas} replicas\n")
     return rows
 
 
 class _Router:
-    """The index and the loads of replicas that cache a prompt."""
+    """The index and the loads of replicas that cache prompts."""
 
-    def __init__(self, num_replicas: int, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._keys = _keys(num_tokens, "prompt")
+    def __init__(self, num_replicas: int, lengths: Sequence[int]) -> None:
+        self._num_tokens = lengths[0]
+        self._keys_of = {length: _keys(length, f"prompt {length}") for length in lengths}
         infos = [_info(number) for number in range(num_replicas)]
         self._loads = [ReplicaLoad(info) for info in infos]
         for load in self._loads:
             load.take(_report())
         self._policy = make_policy("prefix", PolicySettings())
-        before = memory_bytes(os.getpid())
         self._index = CacheIndex()
+        tracemalloc.start()
+        try:
+            self._fill(infos)
+            self._memory_bytes = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    def _fill(self, infos: Sequence[worker_pb2.GetInfoResponse]) -> None:
         rng = random.Random(0)
         for number, info in enumerate(infos):
             form = CacheForm.from_info(info)
             assert form is not None, "these workers cache prefixes"
             cache = self._index.join(info.worker_id, form)
-            own = _keys(_OWN_BLOCKS * _BLOCK_SIZE, f"other {number}")
-            cache.store(0, own, None)
-            # Half of them have all of it, the others a part.
-            share = 1.0 if number % 2 == 0 else rng.random()
-            cache.store(0, self._keys[: int(share * len(self._keys))], None)
-        self._memory_bytes = memory_bytes(os.getpid()) - before
+            cache.store(0, _keys(_OWN_BLOCKS * _BLOCK_SIZE, f"other {number}"), None)
+            for keys in self._keys_of.values():
+                # Half of the replicas have all of a prompt, the others a part.
+                share = 1.0 if number % 2 == 0 else rng.random()
+                cache.store(0, keys[: int(share * len(keys))], None)
 
-    def measure(self, num_decisions: int) -> DecisionRow:
+    def measure(self, num_tokens: int, num_decisions: int) -> DecisionRow:
+        """Measures decisions for one of the prompts."""
+        self._num_tokens = num_tokens
         match_s = _processor_times(self._match, num_decisions)
         decision_s = _processor_times(self._decide, num_decisions)
         expect_s = _processor_times(self._expect, num_decisions)
@@ -106,6 +113,10 @@ class _Router:
             expect_us=1e6 * expect_s[len(expect_s) // 2],
             index_mib=self._memory_bytes / 2**20,
         )
+
+    @property
+    def _keys(self) -> Sequence[bytes]:
+        return self._keys_of[self._num_tokens]
 
     def _match(self) -> None:
         self._index.match(self._keys, self._num_tokens)
