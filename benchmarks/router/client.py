@@ -21,6 +21,8 @@ from rpc.process_limits import raise_descriptor_limit
 _PROMPT = "Return a list of names"
 _METHOD = "/baton.v1.GenerationService/GenerateStream"
 _READ_BYTES = 1 << 16
+_STREAMS_PER_CHANNEL = 1000
+_MAX_CHANNELS = 16
 _MAX_CONNECTING = 256
 """The most connections that are opened at the same time, far below a server's backlog."""
 
@@ -75,14 +77,26 @@ class _Load:
 
     def __init__(self, kind: str, port: int) -> None:
         self._port = port
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}") if kind == "grpc" else None
+        self._is_grpc = kind == "grpc"
+        self._channels: list[grpc.aio.Channel] = []
+        self._num_streams = 0
         self.num_messages = 0
         self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
 
     def _messages(self, num_tokens: int) -> AsyncGenerator[int, None]:
-        if self._channel is not None:
-            return _grpc_messages(self._channel, num_tokens)
+        if self._is_grpc:
+            return _grpc_messages(self._channel(), num_tokens)
         return _http_messages(self._port, num_tokens, self._connecting)
+
+    def _channel(self) -> grpc.aio.Channel:
+        """The channel of the next stream. Clients of many streams are many."""
+        number = self._num_streams // _STREAMS_PER_CHANNEL % _MAX_CHANNELS
+        self._num_streams += 1
+        if number == len(self._channels):
+            options = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._port}", options=options)
+            self._channels.append(channel)
+        return self._channels[number]
 
     async def stream(self, num_tokens: int) -> float:
         """Reads one stream; returns the seconds until its first message."""
