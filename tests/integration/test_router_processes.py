@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import pytest
 
 from baton.v1 import cluster_pb2
@@ -30,21 +30,21 @@ def router(tmp_path_factory):
 def is_ready(router) -> bool:
     """Whether a new connection meets a process that can serve."""
     try:
-        return httpx.get(f"http://{router.http}/ready", timeout=10).is_success
-    except httpx.TransportError:
+        return httpx2.get(f"http://{router.http}/ready", timeout=10).is_success
+    except httpx2.TransportError:
         return False
 
 
-def complete(router, *, key=None, request_id=None, **fields) -> httpx.Response:
+def complete(router, *, key=None, request_id=None, **fields) -> httpx2.Response:
     """Sends a request on a connection of its own."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= {"X-Request-Id": request_id} if request_id else {}
     url = f"http://{router.http}/v1/completions"
-    return httpx.post(url, json=COMPLETION | fields, headers=headers, timeout=30)
+    return httpx2.post(url, json=COMPLETION | fields, headers=headers, timeout=30)
 
 
 def read_metrics(router) -> str:
-    answer = httpx.get(f"http://{router.http}/metrics", timeout=10)
+    answer = httpx2.get(f"http://{router.http}/metrics", timeout=10)
     assert answer.status_code == 200
     return answer.text
 
@@ -152,7 +152,7 @@ def test_limits_of_a_client_hold_for_all_processes_and_a_signal_drains_all(tmp_p
             body = COMPLETION | {"stream": True, "max_tokens": 300}
             url, headers = f"http://{router.http}/v1/completions", {"x-api-key": KEY}
             text = ""
-            with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+            with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
                 for piece in answer.iter_text():
                     if not text:
                         first_tokens.wait(30)

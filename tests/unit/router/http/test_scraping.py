@@ -22,7 +22,9 @@ async def scrape(*headers: tuple[bytes, bytes]) -> Answer:
     async def read_metrics() -> bytes:
         return generate_latest(registry)
 
-    admits_reader = "Bearer right".__eq__
+    def admits_reader(header: str | None) -> bool:
+        return header == "Bearer right"
+
     app = build_app((), HttpConfig(), tenants, read_metrics, admits_reader)
     return await call_app(app, OddRequest("GET", "/metrics", headers=headers))
 
