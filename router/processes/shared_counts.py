@@ -171,7 +171,7 @@ class SharedAccounts(Accounts):
                 time.sleep(0)  # a holder needs some microseconds, unless it is not running
 
     def _find(self, bucket: int, key: bytes) -> int | None:
-        """Returns the row of a key, perhaps one that nothing uses any more; None if all are used."""
+        """Returns the row of a key, perhaps one that was unused; None if all are in use."""
         rows = range(bucket * _ROWS_PER_BUCKET, (bucket + 1) * _ROWS_PER_BUCKET)
         keys = [self._read_key(row) for row in rows]
         if key in keys:
