@@ -87,6 +87,11 @@ class Transfers:
             metrics=metrics,
         )
 
+    @property
+    def load_tokens_per_s(self) -> float:
+        """Tokens whose KV loads have brought per second; 0 unless some ended lately."""
+        return self._costs.tokens_per_s(self._clock())
+
     def build_work(self, now: float) -> ConnectorWork:
         """Returns what the worker half must start now."""
         self.jobs.start_added(now)

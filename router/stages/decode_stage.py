@@ -25,14 +25,13 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import pick_decode
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
-from router.routing.cache_index import CacheIndex
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
+from router.stages.placement import Placement, fits
 
 __all__ = ["DecodeStage"]
 
@@ -49,7 +48,7 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        index: what the replicas' prefix caches hold.
+        placement: chooses the replicas.
         queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
@@ -58,13 +57,13 @@ class DecodeStage:
     def __init__(
         self,
         fleet: Fleet,
-        index: CacheIndex,
+        placement: Placement,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
-        self._index = index
+        self._placement = placement
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
 
@@ -80,37 +79,6 @@ class DecodeStage:
         if replica is None:
             raise self._refusal(request)
         return replica
-
-    def pick(
-        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
-    ) -> DecodeReplica | None:
-        """Chooses the replica that should generate; None if there is none.
-
-        Args:
-            request: the request.
-            refused: ids of replicas that must not be chosen.
-        """
-        possible = [
-            replica
-            for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
-        ]
-        replicas = {
-            replica.replica_id: replica
-            for replica in without_ejected(possible)
-            if replica.has_room_for(request.spec)
-        }
-        match = self._index.match(request.block_keys, request.num_prompt_tokens)
-        states = [
-            replica.state(match.blocks(replica_id)) for replica_id, replica in replicas.items()
-        ]
-        chosen = pick_decode(states, request.num_prompt_blocks)
-        return replicas[chosen] if chosen is not None else None
-
-    def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
-        """Leading blocks of the prompt that the replica probably caches."""
-        match = self._index.match(request.block_keys, request.num_prompt_tokens)
-        return match.blocks(replica.replica_id)
 
     async def run(
         self,
@@ -186,7 +154,7 @@ class DecodeStage:
         """Whether a request should leave a replica that drains: if another one takes it, and it
         loses no tokens thereby. Candidates that are compared have not sent theirs.
         """
-        return not request.spec.params.is_ranked and self.pick(request) is not None
+        return not request.spec.params.is_ranked and self._placement.may_decode(request)
 
     @contextmanager
     def _stream(
@@ -200,18 +168,21 @@ class DecodeStage:
         """Starts a request on a replica; the context closes the stream."""
         with replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
-            start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec),
-                namespace=request.namespace,
-                handoff=handoff.message,
-                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
-            )
+            command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
+            start = command.start
+            spec_to_proto(spec, start.spec)
+            start.namespace = request.namespace
+            if handoff.message is not None:
+                start.handoff.CopyFrom(handoff.message)
+            start.skip_lookup = handoff.message is None and handoff.has_waited_in_vain
             progress.write_to(start)
-            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-            with replica.reserve(num_blocks=missing_blocks):
-                stream = replica.connection.start(start)
+            missing_blocks = self._placement.missing_blocks(request, replica)
+            with replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline):
+                stream = replica.connection.start(command)
                 replica.log_start(spec)
-                self._index.expect(replica.replica_id, request.block_keys)
+                # After `start`, which fails if the worker was lost: a record of a lost worker
+                # would never be forgotten.
+                self._placement.expect(request, replica)
                 try:
                     yield own, stream
                 finally:
@@ -268,18 +239,19 @@ class DecodeStage:
         turn = Turn.of(request.spec, is_new=is_new)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self.pick(request, refused),
+                lambda: self._placement.pick_decode(request, refused),
                 turn,
                 timeout_s,
-                lambda: ("decode", refused, self._need(request.spec)),
+                lambda: ("decode", refused, self._need(request)),
             )
 
-    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
+    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool]:
         """The capacities in which a request fits, and whether it has a grammar. Of two requests
         with the same needs and the same refusals, each can be placed where the other can.
         """
-        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
-        return fitting, spec.params.structured_outputs is not None
+        capacities = self._fleet.decode.capacities
+        fitting = frozenset(capacity for capacity in capacities if fits(capacity, request))
+        return fitting, request.spec.params.structured_outputs is not None
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
@@ -287,17 +259,13 @@ class DecodeStage:
         bound = waited(self._queue_timeout_s)
         if not replicas:
             return none_ready(f"; {bound}")
-        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
+        if not any(fits(replica.capacity, request) for replica in replicas):
             return FailedPreconditionError(
                 f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
             )
         return ResourceExhaustedError(
             f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
         )
-
-
-def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
-    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

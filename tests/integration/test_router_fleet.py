@@ -18,8 +18,11 @@ from router.generation_wire import request_from_proto
 from router.observe.request_record import RequestRecord
 from router.requests.request import SpecMaker, prepare_request
 from router.routing.cache_index import CacheIndex
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.placement import Placement
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -368,7 +371,8 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         await until_candidate(fleet, new)
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
-        outputs = DecodeStage(fleet, index, queue_timeout_s=0, resume_timeout_s=0).run(
+        placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
+        outputs = DecodeStage(fleet, placement, queue_timeout_s=0, resume_timeout_s=0).run(
             routed, replica, progress, HeldHandoff()
         )
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
