@@ -168,16 +168,17 @@ class DecodeStage:
         """Starts a request on a replica; the context closes the stream."""
         with replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
-            start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec),
-                namespace=request.namespace,
-                handoff=handoff.message,
-                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
-            )
+            command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
+            start = command.start
+            spec_to_proto(spec, start.spec)
+            start.namespace = request.namespace
+            if handoff.message is not None:
+                start.handoff.CopyFrom(handoff.message)
+            start.skip_lookup = handoff.message is None and handoff.has_waited_in_vain
             progress.write_to(start)
             missing_blocks = self._placement.missing_blocks(request, replica)
             with replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline):
-                stream = replica.connection.start(start)
+                stream = replica.connection.start(command)
                 replica.log_start(spec)
                 # After `start`, which fails if the worker was lost: a record of a lost worker
                 # would never be forgotten.

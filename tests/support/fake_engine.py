@@ -58,9 +58,19 @@ class FakeEngine:
 
     # What services call.
 
-    def submit(self, request: EngineRequest, on_output: Callable[[EngineOutput], None]) -> None:
+    def check(self, request: EngineRequest) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: Callable[[EngineOutput], None],
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        if not is_checked:
+            self.check(request)
         if self._is_draining:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
