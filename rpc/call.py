@@ -29,6 +29,8 @@ QUIET_METHODS = (
     "/baton.v1.WorkerService/WatchLoad",
     "/baton.v1.WorkerService/WatchKvEvents",
     "/baton.v1.ReplicaSetService/WatchReplicas",
+    # Workers renew their announcements every few seconds.
+    "/baton.v1.RegistrationService/",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )
