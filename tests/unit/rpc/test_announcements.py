@@ -17,10 +17,12 @@ class Known:
 
     def __init__(self):
         self.addresses = {}
+        self.removed = []
 
     def __call__(self, address, labels):
         if labels is None:
             del self.addresses[address]
+            self.removed.append(address)
         else:
             self.addresses[address] = dict(labels)
 
@@ -38,6 +40,7 @@ async def test_a_lease_ends_unless_it_is_renewed():
             await asyncio.sleep(0.01)
         assert loop.time() - began_at > 0.19
         assert len(announcements) == 1
+        assert known.removed == ["a:1"]
 
 
 async def test_a_flood_of_announcements_is_refused_and_changes_nothing():
