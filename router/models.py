@@ -35,6 +35,7 @@ from router.stages.admission import Admission, Entrance
 from router.stages.backlog import Backlog
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
+from rpc.discovery.announcements import Announcements
 
 __all__ = ["Model", "Models", "RouterFiles"]
 
@@ -85,6 +86,7 @@ class Model:
         pace: how long streams pause after each message.
         security: for calls to the replicas.
         log: keeps the requests' records.
+        announcements: workers that announced themselves to this router; None without its gRPC port.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -111,6 +113,7 @@ class Model:
         pace: Pace,
         security: ClusterSecurity,
         log: RequestLog,
+        announcements: Announcements | None,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -130,6 +133,7 @@ class Model:
             security,
             files.tokenizer_digest,
             router.no_prefill_policy,
+            announcements,
         )
         self._entrance = Entrance()
         self._backlog = Backlog(lambda: self.fleet.num_seats, lambda: len(self._entrance))

@@ -15,7 +15,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typing_extensions import override
 
 from baton.common.observe.metrics_collector import MetricsCollector
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    registration_pb2,
+    registration_pb2_grpc,
+)
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
@@ -24,10 +31,12 @@ from router.observe.request_log import RequestLog
 from router.processes.link import ProcessLink
 from router.processes.place import ProcessPlace
 from router.processes.process_server import MetricsServicer, ProcessServicer
+from router.registration_servicer import RegistrationServicer
 from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
+from rpc.discovery.announcements import Announcements
 from rpc.interceptors import CountCall
 from rpc.metrics_server import MetricsAccess, serving_metrics
 from rpc.process_limits import MAX_CONNECTIONS, MemoryWatch, connection_budget
@@ -52,6 +61,7 @@ __all__ = [
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
+    registration_pb2.DESCRIPTOR.services_by_name["RegistrationService"].full_name,
 )
 
 
@@ -105,10 +115,17 @@ class RouterService(Service):
         self.metrics.register(MetricsCollector(self._metrics))
         self.log = RequestLog(self._tracer, self._metrics)
         pace = Pace()
+        announcements = None if config.grpc.port is None else Announcements()
+        parts = self._admission, pace, security.cluster, self.log, announcements
         self.models = Models(
-            Model(model, config, own_files, self._admission, pace, security.cluster, self.log)
+            Model(model, config, own_files, *parts)
             for model, own_files in zip(config.models, files, strict=True)
         )
+        if announcements is not None:
+            server.add_servicer(
+                registration_pb2_grpc.add_RegistrationServiceServicer_to_server,
+                RegistrationServicer(announcements),
+            )
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),

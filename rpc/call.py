@@ -32,6 +32,8 @@ QUIET_METHODS = (
     # Processes of a router ask each other when they are asked.
     "/baton.v1.RouterProcessService/",
     "/baton.v1.RouterMetricsService/",
+    # Workers renew their announcements every few seconds.
+    "/baton.v1.RegistrationService/",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )

@@ -11,11 +11,11 @@ from baton.common.flags.config_flags import add_flags, config_from_args, flag, f
 from baton.common.flags.values import auto_or_count
 from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
 from baton.common.security.config import CredentialsConfig
-from router.config.discovery import parse_target
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.config.tenants import TenantsConfig
+from rpc.discovery.discovery import parse_target
 from rpc.server_config import MetricsConfig, ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
@@ -52,8 +52,10 @@ def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> An
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
     help_text = (
-        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, or "
-        "file:///path for those in a file, one a line; comma-separated, repeatable"
+        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, "
+        "file:///path for those in a file, one a line, k8s:///namespace/service:port for the pods "
+        "of a Service, or register:///?label=value for workers that announce themselves; "
+        "comma-separated, repeatable"
     )
     return _list_flag(default, "TARGET", help_text + note)
 

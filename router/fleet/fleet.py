@@ -7,15 +7,18 @@ from functools import partial
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.discovery import Discovery
 from router.config.router import ServedModelConfig
-from router.fleet.replica import Capacity, Replica, ReplicaT
+from router.fleet.replica import Capacity, Replica, ReplicaT, tier_name
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, WaitingRequests, waited
 from router.observe.metrics import CacheCounts
 from router.routing.cache_index import CacheIndex
+from rpc.discovery.announced import MODEL_LABEL, ROLE_LABEL
+from rpc.discovery.announcements import Announcements
+from rpc.discovery.discovery import Discovery
+from rpc.discovery.source import Scope
 
 __all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]
 
@@ -53,6 +56,7 @@ class Fleet:
         security: what this router shows to replicas, and asks of them.
         tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
         no_prefill_policy: one of `NO_PREFILL_POLICIES`.
+        announcements: workers that announced themselves to this router; None without its gRPC port.
 
     Attributes:
         waiting: the requests that wait for a replica.
@@ -70,12 +74,12 @@ class Fleet:
         security: ClusterSecurity,
         tokenizer_digest: str = "",
         no_prefill_policy: str = "local",
+        announcements: Announcements | None = None,
     ) -> None:
         self._no_prefill_policy = no_prefill_policy
         self._tokenizer_digest = tokenizer_digest
         self._model_name = config.names[0]
         self._has_prefill_targets = bool(config.prefill)
-        self._dns_interval_s = dns_interval_s
         self._security = security
         self.waiting = WaitingRequests()
         self.stores = StoreAgreement(self._model_name)
@@ -83,7 +87,14 @@ class Fleet:
         self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._index = index
-        prefill, decode = Discovery(config.prefill), Discovery(config.decode)
+
+        def discovery(targets: Sequence[str], replica: type[Replica]) -> Discovery:
+            labels = {MODEL_LABEL: self._model_name, ROLE_LABEL: tier_name(replica.tier)}
+            return Discovery(targets, dns_interval_s, Scope(announcements, labels))
+
+        prefill = discovery(config.prefill, PrefillReplica)
+        decode = discovery(config.decode, DecodeReplica)
+        self._discoveries = prefill, decode
         self.prefill = self._make_tier(prefill, decode, PrefillReplica)
         self.decode = self._make_tier(decode, prefill, DecodeReplica)
         self._seen_capacities = self._capacities()
@@ -92,6 +103,7 @@ class Fleet:
         """Begins to look for replicas."""
         activities = self.prefill.run(), self.decode.run(), self._watch_silence()
         self._tasks = [asyncio.create_task(activity) for activity in activities]
+        self._tasks += [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
 
     async def close(self) -> None:
         """Disconnects all replicas. Idempotent."""
@@ -262,7 +274,6 @@ class Fleet:
             check=self._check,
             on_change=self._notify,
             on_forget=self._index.forget,
-            dns_interval_s=self._dns_interval_s,
         )
 
     def _check(self, replica: Replica) -> None:

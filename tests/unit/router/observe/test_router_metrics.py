@@ -7,11 +7,11 @@ from baton.common.request.answer import CandidateOutput, TokenCounts
 from baton.common.request.results import Timings
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.discovery import Discovery
 from router.fleet.tier import Tier
 from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
+from rpc.discovery.discovery import Discovery
 
 
 def ended_record(**fields: object) -> RequestRecord:
@@ -99,7 +99,6 @@ def test_a_replica_may_be_lost_while_a_scrape_counts_the_replicas():
         check=lambda _: None,
         on_change=lambda: None,
         on_forget=lambda _: None,
-        dns_interval_s=1.0,
     )
 
     class Replica:
