@@ -132,6 +132,7 @@ class RouterSession:
                 first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
                 handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
                 skips_lookup=start.skip_lookup,
+                prefix=handoff_from_proto(start.prefix) if start.HasField("prefix") else None,
             )
             self._live[request_id] = request
             self._engine.submit(request, partial(self._on_output, request))

@@ -25,7 +25,7 @@ from engine.wire import (
     output_to_proto,
     timings_to_proto,
 )
-from kvstore.handoff import KvHandoff, handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from rpc.tracing import WorkerSpans
 
 __all__ = ["PrefillServicer", "PromptEvents"]
@@ -188,7 +188,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         check_namespace(request.namespace, self._engine.namespace)
         spec = await receive_spec(request.spec)
         events = PromptEvents(spec.params)
-        self._engine.submit(EngineRequest(spec=spec, hands_over=True), events.add)
+        prefix = handoff_from_proto(request.prefix) if request.HasField("prefix") else None
+        self._engine.submit(EngineRequest(spec=spec, hands_over=True, prefix=prefix), events.add)
         try:
             async with aclosing(events.messages()) as messages:
                 async for message in messages:

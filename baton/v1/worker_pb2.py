@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\"\x10\n\x0eGetInfoRequest\"\xcd\x03\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x14\n\x0ckv_connector\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x17\n\x0fmax_pool_tokens\x18\r \x01(\r\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0f \x01(\t\x12\x16\n\x0elayout_version\x18\x10 \x01(\r\x12\x17\n\x0fpool_block_size\x18\x11 \x01(\r\x12\x0f\n\x07kv_form\x18\x12 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x13 \x01(\t\x12\x18\n\x10max_num_requests\x18\x14 \x01(\r\"\xf4\x04\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1a\n\x12num_swapped_blocks\x18\n \x01(\r\x12\x1c\n\x14num_swap_preemptions\x18\x0b \x01(\x04\x12\x13\n\x0bnum_loading\x18\x0c \x01(\r\x12\x15\n\rnum_compiling\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0f \x01(\r\x12\x0f\n\x07stalled\x18\x10 \x01(\x08\x12\"\n\x04role\x18\x11 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x14\n\x0ckv_store_ids\x18\x12 \x03(\t\x12\x11\n\tnum_slots\x18\x13 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x14 \x01(\r\x12\x18\n\x10num_cached_slots\x18\x15 \x01(\r\x12\x17\n\x0fnum_kept_states\x18\x16 \x01(\x04\x12\x1a\n\x12num_skipped_states\x18\x17 \x01(\x04\x12\x16\n\x0enum_state_hits\x18\x18 \x01(\x04\x12\x1d\n\x15num_state_lost_tokens\x18\x19 \x01(\x04\"v\n\x0fKvBackendStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61n_load\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61n_save\x18\x04 \x01(\x08\x12\x0f\n\x07problem\x18\x05 \x01(\tJ\x04\x08\x06\x10\x07R\x08is_store\"7\n\x11\x43hangeRoleRequest\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\x14\n\x12\x43hangeRoleResponse\"\x10\n\x0eGetLoadRequest\"\x91\x01\n\x0fGetLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12.\n\x0bkv_backends\x18\x03 \x03(\x0b\x32\x19.baton.v1.KvBackendStatus\"\x9d\x01\n\x0eWorkerCounters\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x66\x61iled_transfers\x18\x06 \x01(\x04\"<\n\x10WatchLoadRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x16\n\x14WatchKvEventsRequest\":\n\x15WatchKvEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.baton.v1.KvEvent\"\xac\x01\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.baton.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x16.baton.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"<\n\x0c\x42locksStored\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1d\n\rBlocksRemoved\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03\x32\xeb\x04\n\rWorkerService\x12\x43\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x19.baton.v1.GetInfoResponse\"\x03\x90\x02\x01\x12\x43\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\"\x03\x90\x02\x01\x12K\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\"\x03\x90\x02\x02\x12=\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\"\x03\x90\x02\x02\x12L\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse\"\x03\x90\x02\x02\x12^\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\"\x03\x90\x02\x02\x12W\n\rWatchKvEvents\x12\x1e.baton.v1.WatchKvEventsRequest\x1a\x1f.baton.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x42n\n\x0c\x63om.baton.v1B\x0bWorkerProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/prefill.proto\"\x10\n\x0eGetInfoRequest\"\xe5\x03\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x14\n\x0ckv_connector\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x17\n\x0fmax_pool_tokens\x18\r \x01(\r\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x19\n\x11model_fingerprint\x18\x0f \x01(\t\x12\x16\n\x0elayout_version\x18\x10 \x01(\r\x12\x17\n\x0fpool_block_size\x18\x11 \x01(\r\x12\x0f\n\x07kv_form\x18\x12 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x13 \x01(\t\x12\x18\n\x10max_num_requests\x18\x14 \x01(\r\x12\x16\n\x0elends_prefixes\x18$ \x01(\x08\"\xf4\x04\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1a\n\x12num_swapped_blocks\x18\n \x01(\r\x12\x1c\n\x14num_swap_preemptions\x18\x0b \x01(\x04\x12\x13\n\x0bnum_loading\x18\x0c \x01(\r\x12\x15\n\rnum_compiling\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0f \x01(\r\x12\x0f\n\x07stalled\x18\x10 \x01(\x08\x12\"\n\x04role\x18\x11 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x14\n\x0ckv_store_ids\x18\x12 \x03(\t\x12\x11\n\tnum_slots\x18\x13 \x01(\r\x12\x16\n\x0enum_free_slots\x18\x14 \x01(\r\x12\x18\n\x10num_cached_slots\x18\x15 \x01(\r\x12\x17\n\x0fnum_kept_states\x18\x16 \x01(\x04\x12\x1a\n\x12num_skipped_states\x18\x17 \x01(\x04\x12\x16\n\x0enum_state_hits\x18\x18 \x01(\x04\x12\x1d\n\x15num_state_lost_tokens\x18\x19 \x01(\x04\"v\n\x0fKvBackendStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61n_load\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61n_save\x18\x04 \x01(\x08\x12\x0f\n\x07problem\x18\x05 \x01(\tJ\x04\x08\x06\x10\x07R\x08is_store\"7\n\x11\x43hangeRoleRequest\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\x14\n\x12\x43hangeRoleResponse\"\x10\n\x0eGetLoadRequest\"\x91\x01\n\x0fGetLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12.\n\x0bkv_backends\x18\x03 \x03(\x0b\x32\x19.baton.v1.KvBackendStatus\"\x9d\x01\n\x0eWorkerCounters\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rloaded_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x66\x61iled_transfers\x18\x06 \x01(\x04\"<\n\x10WatchLoadRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"6\n\x0c\x44rainRequest\x12\x17\n\ntimeout_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_timeout_ms\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x16\n\x14WatchKvEventsRequest\":\n\x15WatchKvEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.baton.v1.KvEvent\"\xac\x01\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x03 \x01(\x0b\x32\x17.baton.v1.BlocksRemovedH\x00\x12)\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x16.baton.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"<\n\x0c\x42locksStored\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1d\n\rBlocksRemoved\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\x0e\n\x0c\x43\x61\x63heCleared\"4\n\x11LendPrefixRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\":\n\x12LendPrefixResponse\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03\x32\xb9\x05\n\rWorkerService\x12\x43\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x19.baton.v1.GetInfoResponse\"\x03\x90\x02\x01\x12\x43\n\x07GetLoad\x12\x18.baton.v1.GetLoadRequest\x1a\x19.baton.v1.GetLoadResponse\"\x03\x90\x02\x01\x12K\n\tWatchLoad\x12\x1a.baton.v1.WatchLoadRequest\x1a\x1b.baton.v1.WatchLoadResponse\"\x03\x90\x02\x01\x30\x01\x12=\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\"\x03\x90\x02\x02\x12=\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\"\x03\x90\x02\x02\x12L\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse\"\x03\x90\x02\x02\x12^\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\"\x03\x90\x02\x02\x12W\n\rWatchKvEvents\x12\x1e.baton.v1.WatchKvEventsRequest\x1a\x1f.baton.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x12L\n\nLendPrefix\x12\x1b.baton.v1.LendPrefixRequest\x1a\x1c.baton.v1.LendPrefixResponse\"\x03\x90\x02\x02\x42n\n\x0c\x63om.baton.v1B\x0bWorkerProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,54 +49,60 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSERVICE'].methods_by_name['ResetPrefixCache']._serialized_options = b'\220\002\002'
   _globals['_WORKERSERVICE'].methods_by_name['WatchKvEvents']._loaded_options = None
   _globals['_WORKERSERVICE'].methods_by_name['WatchKvEvents']._serialized_options = b'\220\002\001'
-  _globals['_WORKERROLE']._serialized_start=2406
-  _globals['_WORKERROLE']._serialized_end=2518
-  _globals['_GETINFOREQUEST']._serialized_start=35
-  _globals['_GETINFOREQUEST']._serialized_end=51
-  _globals['_GETINFORESPONSE']._serialized_start=54
-  _globals['_GETINFORESPONSE']._serialized_end=515
-  _globals['_WORKERLOAD']._serialized_start=518
-  _globals['_WORKERLOAD']._serialized_end=1146
-  _globals['_KVBACKENDSTATUS']._serialized_start=1148
-  _globals['_KVBACKENDSTATUS']._serialized_end=1266
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1268
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1323
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1325
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1345
-  _globals['_GETLOADREQUEST']._serialized_start=1347
-  _globals['_GETLOADREQUEST']._serialized_end=1363
-  _globals['_GETLOADRESPONSE']._serialized_start=1366
-  _globals['_GETLOADRESPONSE']._serialized_end=1511
-  _globals['_WORKERCOUNTERS']._serialized_start=1514
-  _globals['_WORKERCOUNTERS']._serialized_end=1671
-  _globals['_WATCHLOADREQUEST']._serialized_start=1673
-  _globals['_WATCHLOADREQUEST']._serialized_end=1733
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1735
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1790
-  _globals['_ABORTREQUEST']._serialized_start=1792
-  _globals['_ABORTREQUEST']._serialized_end=1827
-  _globals['_ABORTRESPONSE']._serialized_start=1829
-  _globals['_ABORTRESPONSE']._serialized_end=1865
-  _globals['_DRAINREQUEST']._serialized_start=1867
-  _globals['_DRAINREQUEST']._serialized_end=1921
-  _globals['_DRAINRESPONSE']._serialized_start=1923
-  _globals['_DRAINRESPONSE']._serialized_end=1961
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1963
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1988
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1990
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2036
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=2038
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=2060
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=2062
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=2120
-  _globals['_KVEVENT']._serialized_start=2123
-  _globals['_KVEVENT']._serialized_end=2295
-  _globals['_BLOCKSSTORED']._serialized_start=2297
-  _globals['_BLOCKSSTORED']._serialized_end=2357
-  _globals['_BLOCKSREMOVED']._serialized_start=2359
-  _globals['_BLOCKSREMOVED']._serialized_end=2388
-  _globals['_CACHECLEARED']._serialized_start=2390
-  _globals['_CACHECLEARED']._serialized_end=2404
-  _globals['_WORKERSERVICE']._serialized_start=2521
-  _globals['_WORKERSERVICE']._serialized_end=3140
+  _globals['_WORKERSERVICE'].methods_by_name['LendPrefix']._loaded_options = None
+  _globals['_WORKERSERVICE'].methods_by_name['LendPrefix']._serialized_options = b'\220\002\002'
+  _globals['_WORKERROLE']._serialized_start=2568
+  _globals['_WORKERROLE']._serialized_end=2680
+  _globals['_GETINFOREQUEST']._serialized_start=59
+  _globals['_GETINFOREQUEST']._serialized_end=75
+  _globals['_GETINFORESPONSE']._serialized_start=78
+  _globals['_GETINFORESPONSE']._serialized_end=563
+  _globals['_WORKERLOAD']._serialized_start=566
+  _globals['_WORKERLOAD']._serialized_end=1194
+  _globals['_KVBACKENDSTATUS']._serialized_start=1196
+  _globals['_KVBACKENDSTATUS']._serialized_end=1314
+  _globals['_CHANGEROLEREQUEST']._serialized_start=1316
+  _globals['_CHANGEROLEREQUEST']._serialized_end=1371
+  _globals['_CHANGEROLERESPONSE']._serialized_start=1373
+  _globals['_CHANGEROLERESPONSE']._serialized_end=1393
+  _globals['_GETLOADREQUEST']._serialized_start=1395
+  _globals['_GETLOADREQUEST']._serialized_end=1411
+  _globals['_GETLOADRESPONSE']._serialized_start=1414
+  _globals['_GETLOADRESPONSE']._serialized_end=1559
+  _globals['_WORKERCOUNTERS']._serialized_start=1562
+  _globals['_WORKERCOUNTERS']._serialized_end=1719
+  _globals['_WATCHLOADREQUEST']._serialized_start=1721
+  _globals['_WATCHLOADREQUEST']._serialized_end=1781
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1783
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1838
+  _globals['_ABORTREQUEST']._serialized_start=1840
+  _globals['_ABORTREQUEST']._serialized_end=1875
+  _globals['_ABORTRESPONSE']._serialized_start=1877
+  _globals['_ABORTRESPONSE']._serialized_end=1913
+  _globals['_DRAINREQUEST']._serialized_start=1915
+  _globals['_DRAINREQUEST']._serialized_end=1969
+  _globals['_DRAINRESPONSE']._serialized_start=1971
+  _globals['_DRAINRESPONSE']._serialized_end=2009
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2011
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2036
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2038
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2084
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=2086
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=2108
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=2110
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=2168
+  _globals['_KVEVENT']._serialized_start=2171
+  _globals['_KVEVENT']._serialized_end=2343
+  _globals['_BLOCKSSTORED']._serialized_start=2345
+  _globals['_BLOCKSSTORED']._serialized_end=2405
+  _globals['_BLOCKSREMOVED']._serialized_start=2407
+  _globals['_BLOCKSREMOVED']._serialized_end=2436
+  _globals['_CACHECLEARED']._serialized_start=2438
+  _globals['_CACHECLEARED']._serialized_end=2452
+  _globals['_LENDPREFIXREQUEST']._serialized_start=2454
+  _globals['_LENDPREFIXREQUEST']._serialized_end=2506
+  _globals['_LENDPREFIXRESPONSE']._serialized_start=2508
+  _globals['_LENDPREFIXRESPONSE']._serialized_end=2566
+  _globals['_WORKERSERVICE']._serialized_start=2683
+  _globals['_WORKERSERVICE']._serialized_end=3380
 # @@protoc_insertion_point(module_scope)

@@ -41,6 +41,10 @@ class Attempt:
         timings: the worker's own times.
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
+        pulled_from: `host:port` of the worker that was asked to lend the prompt's beginning; empty
+            if none was.
+        asked_s: seconds until it answered, before the call of the worker began.
+        pulled_tokens: tokens that it lent; 0 if it lent none.
     """
 
     tier: str
@@ -53,6 +57,9 @@ class Attempt:
     timings: Timings = field(default_factory=Timings)
     cached_tokens: int = 0
     error: str = ""
+    pulled_from: str = ""
+    asked_s: float = 0.0
+    pulled_tokens: int = 0
 
     def take(self, output: CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -73,6 +80,8 @@ class RequestRecord:
         model: the model's name.
         operation: text_completion or chat.
         tenant: the client's name; empty if clients have none.
+        session: what the conversation is known by that it belongs to (`router.routing.sessions`);
+            empty if the client names none.
         traceparent: the client's span; empty if it sent none.
         trace: the request's own span; None if this router sends no spans.
         parent_span_id: the client's span; empty if the request begins the trace.
@@ -95,6 +104,7 @@ class RequestRecord:
     model: str = ""
     operation: str = "text_completion"
     tenant: str = ""
+    session: bytes = b""
     traceparent: str = ""
     trace: TraceContext | None = None
     parent_span_id: str = ""

@@ -8,8 +8,8 @@ none with room or has tokens already waits for a replica that takes it.
 """
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from baton.common.errors import (
     BatonError,
@@ -32,6 +32,7 @@ from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
+from router.stages.pulling import PrefixPulls
 
 __all__ = ["DecodeStage"]
 
@@ -49,6 +50,7 @@ class DecodeStage:
     Args:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
+        pulls: asks other replicas for the beginning of a prompt that decode computes itself.
         queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
@@ -58,12 +60,14 @@ class DecodeStage:
         self,
         fleet: Fleet,
         prefix_index: PrefixIndex,
+        pulls: PrefixPulls,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
+        self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
 
@@ -156,7 +160,8 @@ class DecodeStage:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields one replica's outputs up to the request's last, or raises its error."""
-        with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
+        started = self._stream(request, attempt, replica, progress, handoff)
+        async with started as (own, stream, pulled):
             is_last = False
             while not is_last:
                 if replica.is_leaving and self._may_move(request):
@@ -171,6 +176,7 @@ class DecodeStage:
                     # Not on the end of one of several candidates, which may come before the load:
                     # the token from prefill may have ended it.
                     handoff.release()
+                    pulled.release()
                 progress.add(output)
                 runs_on = output.finish_reason is None  # there; the caller may end it by a stop
                 try:
@@ -185,38 +191,43 @@ class DecodeStage:
         """
         return not request.spec.params.is_ranked and self.pick(request) is not None
 
-    @contextmanager
-    def _stream(
+    @asynccontextmanager
+    async def _stream(
         self,
         request: RoutedRequest,
         attempt: int,
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> Iterator[tuple[Attempt, DecodeStream]]:
-        """Starts a request on a replica; the context closes the stream."""
-        with replica.attempt(request.record) as own:
+    ) -> AsyncIterator[tuple[Attempt, DecodeStream, HeldHandoff]]:
+        """Starts a request on a replica; the context closes the stream.
+
+        Yields also the prefix that the replica pulls if it computes the prompt itself.
+        """
+        overlap_blocks = self.overlap_blocks(request, replica)
+        with ExitStack() as ends, replica.attempt(request.record) as own:
+            missing_blocks = request.num_prompt_blocks - overlap_blocks
+            ends.enter_context(replica.reserve(num_blocks=missing_blocks))
             spec = request.spec.for_attempt(attempt, own.traceparent)
+            is_loaded = handoff.message is not None
+            pull = None if is_loaded else self._pulls.plan(request, replica, overlap_blocks)
+            pulled = await self._pulls.borrow(request, pull, own)
+            ends.callback(pulled.release)
             start = decode_pb2.StartDecode(
                 spec=spec_to_proto(spec),
                 namespace=request.namespace,
                 handoff=handoff.message,
-                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
+                skip_lookup=not is_loaded and handoff.has_waited_in_vain,
+                prefix=pulled.message,
             )
             progress.write_to(start)
-            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-            with replica.reserve(num_blocks=missing_blocks):
-                stream = replica.connection.start(start)
-                replica.log_start(spec)
-                # After `start`, which fails if the worker was lost: a record of a lost worker
-                # would never be forgotten.
-                self._prefix_index.record(
-                    replica.replica_id, request.block_keys, replica.num_blocks
-                )
-                try:
-                    yield own, stream
-                finally:
-                    stream.close()
+            stream = replica.connection.start(start)
+            ends.callback(stream.close)
+            replica.log_start(spec)
+            # After `start`, which fails if the worker was lost: a record of a lost worker would
+            # never be forgotten.
+            self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
+            yield own, stream, pulled
 
     async def _next_replica(
         self,

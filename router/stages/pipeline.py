@@ -32,13 +32,16 @@ from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, SpecMaker, prepare_request
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import validate_request
+from router.routing.sessions import session_key
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.prefill_stage import PrefillStage
+from router.stages.pulling import PrefixPulls
 from router.tenants.tenant import Tenant, tenant_of_call
+from rpc.logs import session_of_call
 
 __all__ = ["Pipeline"]
 
@@ -132,10 +135,14 @@ class Pipeline:
         self._backlog = backlog
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(fleet, prefix_index, queue_timeout_s=config.queue_timeout_s)
+        pulls = PrefixPulls(fleet, prefix_index)
+        self._prefill = PrefillStage(
+            fleet, prefix_index, pulls, queue_timeout_s=config.queue_timeout_s
+        )
         self._decode = DecodeStage(
             fleet,
             prefix_index,
+            pulls,
             queue_timeout_s=config.queue_timeout_s,
             resume_timeout_s=config.resume_timeout_s,
         )
@@ -196,6 +203,7 @@ class Pipeline:
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
+            record.session = session_key(tenant.name, session_of_call())
             with self._log.recording(record, deadline):
                 routed = await self._prepare(request, prompt, params, deadline, record)
                 if (form := routed.spec.params.structured_outputs) is not None:

@@ -1,0 +1,1 @@
+"""What the choice of a replica rests on: the index of caches, costs and policies."""
