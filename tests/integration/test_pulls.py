@@ -87,14 +87,19 @@ class Engines:
 
 @contextmanager
 def engines(
-    variant: str, url: str, form: str = "equal", num_engines: int = 2, **flags: object
+    variant: str,
+    scheme: str = "grpc",
+    form: str = "equal",
+    num_engines: int = 2,
+    timeout_s: float = 20,
+    **flags: object,
 ) -> Iterator[Engines]:
     cores: list[EngineCore] = []
     try:
         for index in range(num_engines):
             block_size, kv_dtype = FORMS[form][min(index, 1)]
             settings: dict[str, object] = {
-                "kv_connector": url,
+                "kv_connector": f"{scheme}://?timeout_s={timeout_s}",
                 "block_size": block_size,
                 "kv_cache_dtype": kv_dtype,
                 "kv_transfer_block_size": 8,
@@ -125,19 +130,18 @@ def num_pulled(core: EngineCore) -> int:
 
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(
-    ("variant", "connector_url", "overlaps", "form"),
+    ("variant", "scheme", "overlaps", "form"),
     pairs([*FAMILIES, *HYBRID_FAMILIES], PEERS, (False, True), ("equal", "larger", "smaller")),
-    indirect=["connector_url"],
 )
 def test_a_pulled_prefix_is_not_computed_and_changes_no_token(
-    variant: str, connector_url: str, overlaps: bool, form: str
+    variant: str, scheme: str, overlaps: bool, form: str
 ) -> None:
     flags = {"async_scheduling": overlaps}
     if variant in HYBRID_FAMILIES:
-        flags |= {"state_interval": 16}
+        flags |= {"state_interval": 16, "num_state_slots": 8}
     first = engine_request("first", PROMPT, max_tokens=1)
     second = engine_request("second", PROMPT, max_tokens=NUM_TOKENS)
-    with engines(variant, connector_url, form, **flags) as pair:
+    with engines(variant, scheme, form, **flags) as pair:
         source, target = pair.cores
         pair.complete(source, first)
         handoff = pair.ask(source, prompt_keys(source))
@@ -153,11 +157,11 @@ def test_a_pulled_prefix_is_not_computed_and_changes_no_token(
     assert computed == len(PROMPT) - handoff.num_tokens + NUM_TOKENS - 1
 
 
-@pytest.mark.parametrize("connector_url", PEERS, indirect=True)
-def test_what_was_pulled_is_handed_over_with_the_rest(connector_url: str) -> None:
+@pytest.mark.parametrize("scheme", PEERS)
+def test_what_was_pulled_is_handed_over_with_the_rest(scheme: str) -> None:
     first = engine_request("first", PROMPT, max_tokens=1)
     second = engine_request("second", PROMPT, max_tokens=NUM_TOKENS)
-    with engines("llama", connector_url, num_engines=3) as three:
+    with engines("llama", scheme, num_engines=3) as three:
         source, prefill, decode = three.cores
         three.complete(source, first)
         handoff = three.ask(source, prompt_keys(source))
@@ -178,11 +182,11 @@ def test_what_was_pulled_is_handed_over_with_the_rest(connector_url: str) -> Non
     assert [*tokens_of(prefilled), *tokens_of(outputs)] == expected
 
 
-@pytest.mark.parametrize("connector_url", PEERS, indirect=True)
+@pytest.mark.parametrize("scheme", PEERS)
 def test_the_next_turn_pulls_the_answer_from_the_engine_that_generated_it(
-    connector_url: str,
+    scheme: str,
 ) -> None:
-    with engines("llama", connector_url) as pair:
+    with engines("llama", scheme) as pair:
         decode, prefill = pair.cores
         answer = tokens_of(pair.complete(decode, engine_request("a", PROMPT, max_tokens=30)))
         next_turn = (*PROMPT, *answer, *range(9))
@@ -199,13 +203,12 @@ def test_the_next_turn_pulls_the_answer_from_the_engine_that_generated_it(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("mishap", ["lease over", "source gone", "source frozen"])
-@pytest.mark.parametrize("connector_url", PEERS, indirect=True)
+@pytest.mark.parametrize("scheme", PEERS)
 def test_a_pull_that_fails_is_computed_whatever_the_policy_is(
-    connector_url: str, mishap: str, policy: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, mishap: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thawed = threading.Event()
-    url = connector_url.replace("timeout_s=20", "timeout_s=1")
-    with engines("llama", url, kv_load_failure_policy=policy) as pair:
+    with engines("llama", scheme, timeout_s=1, kv_load_failure_policy=policy) as pair:
         source, target = pair.cores
         pair.complete(source, engine_request("first", PROMPT, max_tokens=1))
         handoff = pair.ask(source, prompt_keys(source))
@@ -229,9 +232,8 @@ def test_a_pull_that_fails_is_computed_whatever_the_policy_is(
     assert tokens_of(outputs) == expected
 
 
-@pytest.mark.parametrize("connector_url", ["grpc"], indirect=True)
-def test_blocks_that_were_evicted_are_not_lent(connector_url: str) -> None:
-    with engines("llama", connector_url, num_gpu_blocks_override=10) as pair:
+def test_blocks_that_were_evicted_are_not_lent() -> None:
+    with engines("llama", num_gpu_blocks_override=10, max_model_len=80) as pair:
         source, target = pair.cores
         pair.complete(source, engine_request("first", PROMPT, max_tokens=1))
         keys = prompt_keys(source)
@@ -247,9 +249,8 @@ def test_blocks_that_were_evicted_are_not_lent(connector_url: str) -> None:
         pair.run_to_the_end()
 
 
-@pytest.mark.parametrize("connector_url", ["grpc"], indirect=True)
-def test_requests_of_the_lending_engine_get_their_blocks_back(connector_url: str) -> None:
-    with engines("llama", connector_url, num_gpu_blocks_override=10) as pair:
+def test_requests_of_the_lending_engine_get_their_blocks_back() -> None:
+    with engines("llama", num_gpu_blocks_override=10, max_model_len=80) as pair:
         source, _ = pair.cores
         pair.complete(source, engine_request("first", PROMPT, max_tokens=1))
         handoff = pair.ask(source, prompt_keys(source))
