@@ -172,6 +172,7 @@ def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
         version=__version__,
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
         lends_prefixes=engine.lends_prefixes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
     )
 
 

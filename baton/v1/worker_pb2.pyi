@@ -89,6 +89,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     KV_FORM_FIELD_NUMBER: builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
     MAX_NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
     LENDS_PREFIXES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn at each start, so that a restart at the same address is noticed."""
@@ -134,6 +135,10 @@ class GetInfoResponse(google.protobuf.message.Message):
     """
     max_num_requests: builtins.int
     """The most requests that it runs and queues at a time."""
+    kv_bytes_per_token: builtins.int
+    """Bytes of a token's K and V, over all layers, in the pool. What loads bring is counted in the
+    same bytes; see WorkerLoad.load_bytes_per_s.
+    """
     lends_prefixes: builtins.bool
     """Whether LendPrefix can lend: the worker caches prefixes, and its KV connector reads blocks in
     other workers' pools.
@@ -165,9 +170,10 @@ class GetInfoResponse(google.protobuf.message.Message):
         kv_form: builtins.str = ...,
         tokenizer_digest: builtins.str = ...,
         max_num_requests: builtins.int = ...,
+        kv_bytes_per_token: builtins.int = ...,
         lends_prefixes: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "lends_prefixes", b"lends_prefixes", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "lends_prefixes", b"lends_prefixes", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
@@ -203,6 +209,11 @@ class WorkerLoad(google.protobuf.message.Message):
     NUM_SKIPPED_STATES_FIELD_NUMBER: builtins.int
     NUM_STATE_HITS_FIELD_NUMBER: builtins.int
     NUM_STATE_LOST_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: builtins.int
+    DECODE_STEP_S_FIELD_NUMBER: builtins.int
+    QUEUED_PROMPT_S_FIELD_NUMBER: builtins.int
+    LOAD_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -257,6 +268,20 @@ class WorkerLoad(google.protobuf.message.Message):
     """Tokens computed again since the start though their K and V were in the prefix cache, as no
     state was at their end.
     """
+    prompt_token_s: builtins.float
+    """Seconds to compute one more token of a prompt, as measured; 0 if it is not known."""
+    decode_step_s: builtins.float
+    """Seconds in which each sequence decodes once while all seats (max_num_seqs) are taken, as
+    measured; 0 if it is not known.
+    """
+    queued_prompt_s: builtins.float
+    """Seconds to compute the queued prompt tokens."""
+    load_bytes_per_s: builtins.float
+    """Bytes of KV that loads have brought per second; 0 unless some ended in the last minute."""
+    age_s: builtins.float
+    """Requests that arrived less than this long ago may be missing in the load: the engine takes
+    them between two steps.
+    """
     @property
     def kv_store_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Identities of the KV stores through which alone the worker hands prompts over, in the order of
@@ -293,8 +318,13 @@ class WorkerLoad(google.protobuf.message.Message):
         num_skipped_states: builtins.int = ...,
         num_state_hits: builtins.int = ...,
         num_state_lost_tokens: builtins.int = ...,
+        prompt_token_s: builtins.float = ...,
+        decode_step_s: builtins.float = ...,
+        queued_prompt_s: builtins.float = ...,
+        load_bytes_per_s: builtins.float = ...,
+        age_s: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "kv_store_ids", b"kv_store_ids", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cached_slots", b"num_cached_slots", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_kept_states", b"num_kept_states", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_skipped_states", b"num_skipped_states", "num_slots", b"num_slots", "num_state_hits", b"num_state_hits", "num_state_lost_tokens", b"num_state_lost_tokens", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_s", b"age_s", "decode_step_s", b"decode_step_s", "draining", b"draining", "kv_store_ids", b"kv_store_ids", "load_bytes_per_s", b"load_bytes_per_s", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cached_slots", b"num_cached_slots", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_kept_states", b"num_kept_states", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_skipped_states", b"num_skipped_states", "num_slots", b"num_slots", "num_state_hits", b"num_state_hits", "num_state_lost_tokens", b"num_state_lost_tokens", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_token_s", b"prompt_token_s", "queued_prompt_s", b"queued_prompt_s", "role", b"role", "stalled", b"stalled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad

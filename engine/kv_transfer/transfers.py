@@ -90,6 +90,11 @@ class Transfers:
         )
         self.lends = Lends(connector, kv, cut, jobs, namespace)
 
+    @property
+    def load_tokens_per_s(self) -> float:
+        """Tokens whose KV loads have brought per second; 0 unless some ended lately."""
+        return self._costs.tokens_per_s(self._clock())
+
     def build_work(self, now: float) -> ConnectorWork:
         """Returns what the worker half must start now."""
         self.jobs.start_added(now)

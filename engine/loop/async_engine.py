@@ -236,6 +236,7 @@ class AsyncEngine:
             draining=self._draining,
             stalled=self._is_stalled,
             role=self.role,
+            age_s=self._thread.load_age_s(),
         )
 
     @property

@@ -70,7 +70,11 @@ class EngineQuestions:
         Raises:
             UnavailableError: the engine has stopped.
         """
-        await self._answer(lambda answer: self._thread.ask_when(answer, condition))
+
+        def ask(answer: Callable[[None], None]) -> None:
+            self._thread.ask_when(answer, condition)
+
+        await self._answer(ask)
 
     def end(self, error: Exception) -> None:
         """Answers all open questions with an error, as the engine has stopped."""
@@ -91,4 +95,4 @@ class EngineQuestions:
 def _set_result(future: "asyncio.Future[_T]", result: _T) -> None:
     """Sets the result of a future, unless it was cancelled."""
     if not future.done():
-        future._set_result(result)
+        future.set_result(result)

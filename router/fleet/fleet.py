@@ -8,12 +8,12 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config.discovery import Discovery
 from router.config.router import ServedModelConfig
-from router.fleet.policy import PrefixIndex
 from router.fleet.replica import Capacity, Replica, ReplicaT
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, WaitingRequests, waited
+from router.routing.cache_index import CacheIndex
 
 __all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]
 
@@ -45,7 +45,7 @@ class Fleet:
 
     Args:
         config: names the model and its targets.
-        prefix_index: forgets replicas that restart or leave.
+        index: forgets replicas that restart or leave.
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
         security: what this router shows to replicas, and asks of them.
         tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
@@ -62,7 +62,7 @@ class Fleet:
     def __init__(
         self,
         config: ServedModelConfig,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         dns_interval_s: float,
         security: ClusterSecurity,
         tokenizer_digest: str = "",
@@ -79,7 +79,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._prefix_index = prefix_index
+        self._index = index
         prefill, decode = Discovery(config.prefill), Discovery(config.decode)
         self.prefill = self._make_tier(prefill, decode, PrefillReplica)
         self.decode = self._make_tier(decode, prefill, DecodeReplica)
@@ -230,7 +230,7 @@ class Fleet:
             self._security,
             check=self._check,
             on_change=self._notify,
-            on_forget=self._prefix_index.forget,
+            on_forget=self._index.forget,
             dns_interval_s=self._dns_interval_s,
         )
 

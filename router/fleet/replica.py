@@ -6,6 +6,7 @@ they differ in the calls that they take (`tier_replicas`).
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from router.fleet.decode_connection import ReplicaLostError
-from router.fleet.policy import ReplicaState
 from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoad
 from router.observe.request_record import Attempt, RequestRecord
+from router.routing.candidate import Candidate
 from rpc.errors import from_rpc_error
 
 __all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
@@ -105,7 +106,7 @@ class Replica:
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
-        self._load = ReplicaLoad(info)
+        self._load = ReplicaLoad(info, address)
         self._is_ready = False
         self._on_change: Callable[[], None] = lambda: None
         # What `_note_change` compares, at the last `_on_change`.
@@ -172,9 +173,19 @@ class Replica:
         self._load.note_full(spec)
         self._note_change()
 
-    def state(self, overlap_blocks: int) -> ReplicaState:
-        """The replica's state for the routing policy."""
-        return self._load.state(overlap_blocks, self._breaker.weight)
+    def candidate(self) -> Candidate:
+        """What the routing policy compares of the replica now."""
+        return self._load.candidate(self._breaker.weight)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds of prompt work that it has still to do."""
+        return self._load.backlog_s
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that it has found in its prefix cache lately."""
+        return self._load.hit_rate
 
     def log_start(self, spec: RequestSpec) -> None:
         """Logs that a request is started on this replica, and its id there."""
@@ -200,16 +211,27 @@ class Replica:
         self._note_change()
 
     @contextmanager
-    def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
+    def reserve(
+        self,
+        *,
+        num_tokens: int = 0,
+        num_blocks: int = 0,
+        is_sent: bool = True,
+        deadline: float | None = None,
+    ) -> Iterator[None]:
         """Counts a request as this replica's while the context is open.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
+            is_sent: whether it is sent to the replica now, not later.
+            deadline: `time.monotonic()` at which the request has ended in any case.
         """
+        ends_at = math.inf if deadline is None else deadline
+        reserved = self._load.reserve(num_tokens, num_blocks, is_sent=is_sent, deadline=ends_at)
         self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
-            with self._load.reserve(num_tokens, num_blocks):
+            with reserved:
                 self._note_change()
                 yield
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
 from router.observe.request_record import Attempt, RequestRecord
 
-__all__ = ["METRICS", "FleetCounts", "RouterMetrics"]
+__all__ = ["METRICS", "FleetCounts", "ReplicaGauges", "RouterMetrics"]
 
 _MODEL = {"model": None}
 _MODEL_AND_TENANT = {"model": None, "tenant": None}
@@ -18,6 +18,7 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
+_REPLICA = {"model": None, "tier": _TIERS, "replica": None}
 REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
 """Reasons of `baton_router_refused_calls`."""
 
@@ -81,6 +82,14 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_replicas": MetricInfo(
         "gauge", "Replicas by state.", {"model": None, "tier": _TIERS, "state": _STATES}
     ),
+    "baton_router_replica_backlog_seconds": MetricInfo(
+        "gauge", "Prompt work that a replica has still to do.", _REPLICA
+    ),
+    "baton_router_replica_hit_ratio": MetricInfo(
+        "gauge",
+        "Share of prompt tokens that a replica has found in its prefix cache lately.",
+        _REPLICA,
+    ),
     "baton_router_stream_pause_seconds": MetricInfo(
         "gauge", "How long streams pause after a message, because the event loop is late."
     ),
@@ -116,6 +125,25 @@ class FleetCounts:
     ejected: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaGauges:
+    """What is known of a connected replica.
+
+    Attributes:
+        model: the model's name.
+        tier: prefill or decode.
+        replica: its `host:port`.
+        backlog_s: seconds of prompt work that it has still to do.
+        hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
+    """
+
+    model: str
+    tier: str
+    replica: str
+    backlog_s: float
+    hit_rate: float
+
+
 class RouterMetrics:
     """Counts for one router. Implements `baton.common.observe.metrics.MetricsSource`.
 
@@ -124,6 +152,7 @@ class RouterMetrics:
         read_running: returns the number of running requests.
         read_pause_s: returns how long streams pause.
         read_fleets: returns the number of replicas.
+        read_replicas: returns the gauges of the connected replicas.
         read_waiting: returns the number of waiting requests by model.
     """
 
@@ -132,6 +161,7 @@ class RouterMetrics:
         self.read_running: Callable[[], int] = int
         self.read_pause_s: Callable[[], float] = float
         self.read_fleets: Callable[[], Iterable[FleetCounts]] = tuple
+        self.read_replicas: Callable[[], Iterable[ReplicaGauges]] = tuple
         self.read_waiting: Callable[[], Mapping[str, int]] = dict
         self._metrics = Metrics(METRICS)
 
@@ -173,6 +203,10 @@ class RouterMetrics:
             for state in _STATES:
                 series = ("baton_router_replicas", counts.model, counts.tier, state)
                 read[series] = getattr(counts, state)
+        for gauges in self.read_replicas():
+            labels = gauges.model, gauges.tier, gauges.replica
+            read["baton_router_replica_backlog_seconds", *labels] = gauges.backlog_s
+            read["baton_router_replica_hit_ratio", *labels] = gauges.hit_rate
         return Snapshot(values | read, histograms)
 
     def _count_tokens(self, record: RequestRecord) -> None:

@@ -1,1 +1,1 @@
-"""What the choice of a replica rests on: the index of caches, costs and policies."""
+"""Which replica takes a request: facts, costs in seconds, and policies. Pure."""

@@ -14,9 +14,6 @@ __all__ = ["PrefixHolder", "Pull", "PullCosts", "choose_pull"]
 _MIN_GAIN = 2.0
 # The longest wait for a replica that is asked to lend. Its step under way must end first.
 _MAX_WAIT_S = 2.0
-# Assumed until the replica has loaded KV: the slowest way between two machines, gRPC, moved more
-# (docs/adr/0019-peer-connectors.md).
-_UNMEASURED_BYTES_PER_S = 500e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class PullCosts:
     """What the replica that computes a prompt takes per token, in seconds.
 
     Attributes:
-        compute_s: to compute a token of a prompt.
+        compute_s: to compute a token of a prompt; 0 if that is not known.
         load_s: to load the KV of a token from a peer.
         ask_s: to ask a peer for the prefix, once for all tokens.
     """
@@ -49,21 +46,6 @@ class PullCosts:
     compute_s: float
     load_s: float
     ask_s: float
-
-    @classmethod
-    def measured(
-        cls, compute_s: float, load_bytes_per_s: float, kv_bytes_per_token: int, ask_s: float
-    ) -> "PullCosts":
-        """Returns the costs by a replica's measurements.
-
-        Args:
-            compute_s: seconds to compute a token of a prompt; 0 if it is not known.
-            load_bytes_per_s: bytes that its loads have brought per second; 0 if it is not known.
-            kv_bytes_per_token: bytes of a token's KV.
-            ask_s: seconds that replicas take to answer whether they lend.
-        """
-        bytes_per_s = load_bytes_per_s or _UNMEASURED_BYTES_PER_S
-        return cls(compute_s, kv_bytes_per_token / bytes_per_s, ask_s)
 
 
 @dataclass(frozen=True, slots=True)

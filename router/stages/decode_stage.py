@@ -25,13 +25,13 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import PrefixIndex, pick_decode
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
+from router.stages.placement import Placement, fits
 from router.stages.pulling import PrefixPulls
 
 __all__ = ["DecodeStage"]
@@ -49,7 +49,7 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        placement: chooses the replicas.
         pulls: asks other replicas for the beginning of a prompt that decode computes itself.
         queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
@@ -59,14 +59,14 @@ class DecodeStage:
     def __init__(
         self,
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        placement: Placement,
         pulls: PrefixPulls,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._placement = placement
         self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
@@ -83,35 +83,6 @@ class DecodeStage:
         if replica is None:
             raise self._refusal(request)
         return replica
-
-    def pick(
-        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
-    ) -> DecodeReplica | None:
-        """Chooses the replica that should generate; None if there is none.
-
-        Args:
-            request: the request.
-            refused: ids of replicas that must not be chosen.
-        """
-        possible = [
-            replica
-            for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
-        ]
-        replicas = {
-            replica.replica_id: replica
-            for replica in without_ejected(possible)
-            if replica.has_room_for(request.spec)
-        }
-        states = [
-            replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
-        ]
-        chosen = pick_decode(states, request.num_prompt_blocks)
-        return replicas[chosen] if chosen is not None else None
-
-    def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
-        """Leading blocks of the prompt that the replica probably caches."""
-        return self._prefix_index.overlap(replica.replica_id, request.block_keys)
 
     async def run(
         self,
@@ -189,7 +160,7 @@ class DecodeStage:
         """Whether a request should leave a replica that drains: if another one takes it, and it
         loses no tokens thereby. Candidates that are compared have not sent theirs.
         """
-        return not request.spec.params.is_ranked and self.pick(request) is not None
+        return not request.spec.params.is_ranked and self._placement.may_decode(request)
 
     @asynccontextmanager
     async def _stream(
@@ -204,13 +175,13 @@ class DecodeStage:
 
         Yields also the prefix that the replica pulls if it computes the prompt itself.
         """
-        overlap_blocks = self.overlap_blocks(request, replica)
+        missing_blocks = self._placement.missing_blocks(request, replica)
         with ExitStack() as ends, replica.attempt(request.record) as own:
-            missing_blocks = request.num_prompt_blocks - overlap_blocks
-            ends.enter_context(replica.reserve(num_blocks=missing_blocks))
             spec = request.spec.for_attempt(attempt, own.traceparent)
+            reserved = replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline)
+            ends.enter_context(reserved)
             is_loaded = handoff.message is not None
-            pull = None if is_loaded else self._pulls.plan(request, replica, overlap_blocks)
+            pull = None if is_loaded else self._pulls.plan(request, replica)
             pulled = await self._pulls.borrow(request, pull, own)
             ends.callback(pulled.release)
             start = decode_pb2.StartDecode(
@@ -226,7 +197,7 @@ class DecodeStage:
             replica.log_start(spec)
             # After `start`, which fails if the worker was lost: a record of a lost worker would
             # never be forgotten.
-            self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
+            self._placement.expect(request, replica)
             yield own, stream, pulled
 
     async def _next_replica(
@@ -280,18 +251,19 @@ class DecodeStage:
         turn = Turn.of(request.spec, is_new=is_new)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self.pick(request, refused),
+                lambda: self._placement.pick_decode(request, refused),
                 turn,
                 timeout_s,
-                lambda: ("decode", refused, self._need(request.spec)),
+                lambda: ("decode", refused, self._need(request)),
             )
 
-    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
+    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool]:
         """The capacities in which a request fits, and whether it has a grammar. Of two requests
         with the same needs and the same refusals, each can be placed where the other can.
         """
-        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
-        return fitting, spec.params.structured_outputs is not None
+        capacities = self._fleet.decode.capacities
+        fitting = frozenset(capacity for capacity in capacities if fits(capacity, request))
+        return fitting, request.spec.params.structured_outputs is not None
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
@@ -299,17 +271,13 @@ class DecodeStage:
         bound = waited(self._queue_timeout_s)
         if not replicas:
             return none_ready(f"; {bound}")
-        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
+        if not any(fits(replica.capacity, request) for replica in replicas):
             return FailedPreconditionError(
                 f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
             )
         return ResourceExhaustedError(
             f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
         )
-
-
-def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
-    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from baton.common.errors import BatonError
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
+from router.routing.cache_index import CacheIndex
 from router.routing.pulls import PrefixHolder, Pull, PullCosts, choose_pull
 from router.stages.continuation import HeldHandoff
 
@@ -36,34 +36,31 @@ class PrefixPulls:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what they cache.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex) -> None:
+    def __init__(self, fleet: Fleet, index: CacheIndex) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._index = index
         self._ask_s = _FIRST_ASK_S
         self._resting: dict[str, float] = {}  # until when, by replica
 
-    def plan(self, request: RoutedRequest, replica: _Worker, cached_blocks: int) -> Pull | None:
+    def plan(self, request: RoutedRequest, replica: _Worker) -> Pull | None:
         """Returns which prefix a replica should pull, and from where; None if from nowhere.
 
         Args:
             request: the request.
             replica: computes the prompt, or what is left of it.
-            cached_blocks: leading blocks of the prompt that it probably caches.
         """
-        info, load = replica.info, replica.load
-        if not info.lends_prefixes or request.spec.params.prompt_logprobs is not None:
+        if not replica.info.lends_prefixes or request.spec.params.prompt_logprobs is not None:
             return None
-        costs = PullCosts.measured(
-            load.prompt_token_s, load.load_bytes_per_s, info.kv_bytes_per_token, self._ask_s
-        )
+        match, borrower = self._index.match(request.block_keys), replica.candidate()
+        costs = PullCosts(borrower.prompt_token_s, borrower.load_token_s, self._ask_s)
         holders = (
             PrefixHolder(
                 lender.replica_id,
                 lender.address,
-                self._prefix_index.overlap(lender.replica_id, request.block_keys),
+                match.blocks(lender.replica_id),
                 lender.load.num_running + lender.load.num_waiting,
             )
             for lender in self._lenders(replica)
@@ -72,7 +69,7 @@ class PrefixPulls:
             holders,
             costs,
             num_prompt_tokens=request.num_prompt_tokens,
-            cached_blocks=cached_blocks,
+            cached_blocks=match.blocks(replica.replica_id),
             block_size=request.block_size,
         )
 
@@ -113,7 +110,7 @@ class PrefixPulls:
     def _lenders(self, borrower: _Worker) -> Iterator[_Worker]:
         """Yields the replicas that can lend to another one."""
         now, connector = asyncio.get_running_loop().time(), borrower.info.kv_connector
-        for lender in (*self._fleet.prefill.candidates, *self._fleet.decode.candidates):
+        for lender in self._workers():
             can_lend = lender.info.lends_prefixes and lender.info.kv_connector == connector
             is_other = lender.replica_id != borrower.replica_id
             is_resting = self._resting.get(lender.replica_id, 0.0) > now
@@ -121,8 +118,11 @@ class PrefixPulls:
                 yield lender
 
     def _lender(self, replica_id: str) -> _Worker | None:
-        workers = (*self._fleet.prefill.candidates, *self._fleet.decode.candidates)
-        return next((each for each in workers if each.replica_id == replica_id), None)
+        return next((each for each in self._workers() if each.replica_id == replica_id), None)
+
+    def _workers(self) -> Iterator[_Worker]:
+        yield from self._fleet.prefill.candidates
+        yield from self._fleet.decode.candidates
 
     def _rest(self, lender: _Worker) -> None:
         """Asks a replica that did not answer no more for a while."""

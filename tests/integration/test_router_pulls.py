@@ -8,14 +8,16 @@ import pytest
 from baton.common.errors import FailedPreconditionError
 from baton.v1 import prefill_pb2
 from router.routing.pulls import PullCosts
+from router.stages import pulling
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.fake_workers import NAMESPACE, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
-from tests.support.tiers_here import running_tiers
+from tests.support.tiers_here import WorkerHere, running_tiers
 
 SCRIPT = [50, 51, 52, 53]
 PEER = {"kv_connector": "grpc", "lends_prefixes": True}
-NUM_BLOCKS = (len(PROMPT_IDS) - 1) // 4
+NUM_BLOCKS = len(PROMPT_IDS) // 4
+TURN = (*PROMPT_IDS, *range(300, 330))
 LENT = prefill_pb2.KvHandoff(
     format_version=1, handoff_id="lent", namespace=NAMESPACE, num_tokens=36, connector="grpc"
 )
@@ -25,7 +27,7 @@ LENT = prefill_pb2.KvHandoff(
 def pulls_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are too short for pulls, and their engines too fast."""
     costs = PullCosts(compute_s=0.1, load_s=1e-6, ask_s=1e-3)
-    monkeypatch.setattr(PullCosts, "measured", lambda *measures: costs)
+    monkeypatch.setattr(pulling, "PullCosts", lambda *measures: costs)
 
 
 @asynccontextmanager
@@ -38,7 +40,7 @@ async def second_turn(*workers: FakePrefill | FakeDecode, **options: object):
         with ExitStack() as busy:
             for replica in router.fleet.prefill.candidates:
                 if replica.replica_id == first.info.worker_id:
-                    busy.enter_context(replica.reserve(num_tokens=10**6))
+                    busy.enter_context(replica.reserve(num_tokens=10**6, is_sent=False))
             others = [worker for worker in prefills if worker is not first]
             yield router, first, *others
 
@@ -51,7 +53,7 @@ async def test_the_second_replica_gets_what_the_first_one_lends():
     decode = FakeDecode(SCRIPT, kv_connector="grpc")
     async with second_turn(*prefills(), decode) as (router, first, second):
         first.lent_prefix = LENT
-        assert token_ids_of(await router.generate(request(max_tokens=2))) == SCRIPT[:2]
+        assert token_ids_of(await router.generate(request(TURN, max_tokens=2))) == SCRIPT[:2]
         (keys,) = first.asked_keys
         assert len(keys) == NUM_BLOCKS
         assert second.prefixes == [LENT]
@@ -63,7 +65,7 @@ async def test_the_second_replica_gets_what_the_first_one_lends():
 async def test_a_replica_that_lends_nothing_costs_only_the_question():
     decode = FakeDecode(SCRIPT, kv_connector="grpc")
     async with second_turn(*prefills(), decode) as (router, first, second):
-        assert token_ids_of(await router.generate(request(max_tokens=2))) == SCRIPT[:2]
+        assert token_ids_of(await router.generate(request(TURN, max_tokens=2))) == SCRIPT[:2]
         assert len(first.asked_keys) == 1
         assert second.prefixes == []
         assert len(second.requests) == 1
@@ -88,7 +90,7 @@ async def test_a_replica_that_fails_is_not_asked_again_for_a_while(
 async def test_workers_without_a_peer_connector_are_never_asked():
     workers = [FakePrefill(SCRIPT, kv_connector="redis") for _ in range(2)]
     async with second_turn(*workers, FakeDecode(SCRIPT, kv_connector="redis")) as (router, *both):
-        await router.generate(request(max_tokens=2))
+        await router.generate(request(TURN, max_tokens=2))
         assert all(worker.asked_keys == [] for worker in both)
 
 
@@ -105,11 +107,16 @@ async def test_decode_pulls_what_it_must_compute_itself():
         with ExitStack() as busy:
             for replica in router.fleet.decode.candidates:
                 if replica.replica_id == holder.info.worker_id:
-                    busy.enter_context(replica.reserve(num_blocks=4096))
-            await router.generate(request(max_tokens=2))
+                    busy.enter_context(replica.reserve(num_blocks=4096, is_sent=False))
+            await router.generate(request(TURN, max_tokens=2))
         (start,) = other.starts
         assert start.prefix == LENT
         await holder.changes.until(lambda: holder.released == ["lent"])
+
+
+def count(worker: WorkerHere, name: str, *labels: str) -> int:
+    """Returns a metric of a worker's engine."""
+    return int(worker.engine.metrics.snapshot().values[f"baton_engine_{name}", *labels])
 
 
 async def test_the_next_turn_is_pulled_and_counts_as_cached(tmp_path):
@@ -119,22 +126,15 @@ async def test_the_next_turn_is_pulled_and_counts_as_cached(tmp_path):
     async with running_tiers(tmp_path, *roles, kv_connector="grpc://") as router:
         first = token_ids_of(await router.generate(request(prompt, max_tokens=8)))
         turn = [*prompt, *first, *prompt_of(20, seed=2)]
-        fleet = router.fleet
-        holders = [
-            replica
-            for replica in fleet.prefill.candidates
-            if replica.load.num_cached_blocks or replica.load.prefix_cache_queries
-        ]
+        holders = {each.address for each in router.workers if count(each, "prompt_tokens")}
         with ExitStack() as busy:
-            for replica in holders:
-                busy.enter_context(replica.reserve(num_tokens=10**6))
+            for replica in router.fleet.prefill.candidates:
+                if replica.address in holders:
+                    busy.enter_context(replica.reserve(num_tokens=10**6, is_sent=False))
             messages = await router.generate(request(turn, max_tokens=8))
         assert token_ids_of(messages) == reference_greedy(tiny_checkpoint("llama"), turn, 8)
         assert messages[-1].usage.cached_tokens >= 96
-        pulled = [
-            worker.engine.metrics.snapshot().values["baton_engine_cached_prompt_tokens", "pulled"]
-            for worker in router.workers
-        ]
+        pulled = [count(each, "cached_prompt_tokens", "pulled") for each in router.workers]
         assert sorted(pulled) == [0, 0, messages[-1].usage.cached_tokens]
         await _until_all_is_free(router)
 

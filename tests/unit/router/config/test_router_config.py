@@ -155,6 +155,8 @@ def test_the_marks_of_the_reasoning_part_are_texts():
     [
         ("--decode", ""),
         ("--decode", "a:1", "--max-local-prefill-tokens", "-1"),
+        ("--decode", "a:1", "--max-affinity-delay-s", "-1"),
+        ("--decode", "a:1", "--max-affinity-delay-s", "nan"),
         ("--decode", "a:1", "--default-timeout-s", "0"),
         ("--decode", "a:1", "--default-timeout-s", "nan"),
         ("--decode", "a:1", "--default-timeout-s", "inf"),

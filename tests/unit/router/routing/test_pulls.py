@@ -70,12 +70,6 @@ def test_a_prefix_is_pulled_if_that_clearly_saves_time(costs: PullCosts, is_pull
     assert (choose(holder("a", 40, 0), costs=costs) is not None) == is_pulled
 
 
-def test_the_speed_of_loads_is_measured_or_assumed_to_be_low() -> None:
-    measured = PullCosts.measured(1e-3, 2e9, 1_000_000, 0.01)
-    assert measured == PullCosts(1e-3, 5e-4, 0.01)
-    assert PullCosts.measured(1e-3, 0.0, 1_000_000, 0.01).load_s == pytest.approx(2e-3)
-
-
 @given(
     holders=st.lists(
         st.builds(holder, st.text(max_size=2), st.integers(0, 200), st.integers(0, 9)),
