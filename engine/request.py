@@ -241,6 +241,7 @@ class EngineLoad:
         load_bytes_per_s: bytes of KV that loads have brought per second; 0 unless some ended
             lately.
         age_s: requests that arrived less than this long ago may be missing in this load.
+        newest_kv_event: number of the newest event of the prefix cache; 0 before the first.
     """
 
     num_running: int
@@ -272,3 +273,4 @@ class EngineLoad:
     queued_prompt_s: float = 0.0
     load_bytes_per_s: float = 0.0
     age_s: float = 0.0
+    newest_kv_event: int = 0

@@ -17,6 +17,7 @@ from engine.loop.async_engine import AsyncEngine
 from engine.metrics.export import EngineDescription, EngineExport, StatsLog, VllmExport
 from engine.request import Role
 from engine.wire import (
+    cache_groups_to_proto,
     check_namespace,
     counters_to_proto,
     kv_backends_to_proto,
@@ -173,6 +174,8 @@ def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
         lends_prefixes=engine.lends_prefixes,
         kv_bytes_per_token=info.kv_bytes_per_token,
+        cache_groups=cache_groups_to_proto(spec, engine.num_blocks, engine.load().num_slots),
+        caches_prefixes=config.enable_prefix_caching,
     )
 
 

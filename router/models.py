@@ -122,7 +122,7 @@ class Model:
         self.chat = ChatModel(
             config, files.chat_template, files.tokenizer, admission.rendering.turn
         )
-        index = CacheIndex(router.max_indexed_blocks)
+        index = CacheIndex(lambda work: asyncio.get_running_loop().call_soon(work))
         self.fleet = Fleet(
             config,
             index,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -109,6 +110,9 @@ class RouterService(Service):
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
         self._metrics.read_replicas = lambda: _replica_gauges(self.models)
+        self._metrics.read_caches = lambda: chain.from_iterable(
+            model.fleet.cache_counts() for model in self.models
+        )
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
         server.add_servicer(

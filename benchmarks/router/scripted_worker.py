@@ -166,7 +166,10 @@ class _ScriptedWorker(Worker):
 
     @override
     async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
-        yield worker_pb2.WatchKvEventsResponse()
+        response = worker_pb2.WatchKvEventsResponse()
+        response.events.add(sequence_number=0).cleared.SetInParent()
+        yield response
+        await asyncio.Event().wait()
 
     @override
     async def drain(self, timeout_s: float) -> int:

@@ -114,7 +114,9 @@ class Transfers:
         self._count(results, now)
         results = self._connector.update(results)
         for lookup in results.lookups:
-            self.jobs.open.pop(lookup.job_id, None)
+            job = self.jobs.open.pop(lookup.job_id, None)
+            if isinstance(job, Lookup):  # else it was cancelled
+                self.loads.finish_lookup(job)
         ended = [self._finish_load(result, now) for result in results.loads]
         ended += [self._doubt_load(job_id) for job_id in results.doubted]
         finished = [self._finish_save(result, now) for result in results.saves]

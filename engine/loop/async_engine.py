@@ -88,8 +88,8 @@ class AsyncEngine:
         self._thread = EngineThread(core, self._loop, self)
         self._questions = EngineQuestions(self._thread, self._loop)
         self._feeds = KvEventFeeds(
-            # A snapshot has at most one key per block.
-            2 * core.num_blocks + _MIN_WAITING_EVENTS,
+            # A snapshot has at most one event with one key per block and slot.
+            2 * (core.num_blocks + core.scheduler.kv.pool.num_slots) + _MIN_WAITING_EVENTS,
             self._record_kv_events,
         )
         self._thread.start()
@@ -354,7 +354,8 @@ class AsyncEngine:
 
     def _record_kv_events(self, on: bool) -> None:
         if on:
-            self._thread.ask(self.on_kv_events, lambda engine: engine.kv.events.start_recording())
+            answer = self._feeds.deliver_snapshot
+            self._thread.ask(answer, lambda engine: engine.kv.events.start_recording())
         else:
             self._thread.call(lambda engine: engine.kv.events.stop_recording())
 

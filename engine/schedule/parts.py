@@ -221,6 +221,7 @@ class SchedulerParts:
             decode_step_s=self.times.full_step_s,
             queued_prompt_s=num_queued_tokens * token_s,
             load_bytes_per_s=self.transfers.load_tokens_per_s * self.kv_bytes_per_token,
+            newest_kv_event=self.kv.events.newest,
         )
 
 

@@ -205,10 +205,6 @@ class RouterConfig:
     dns_interval_s: float = flag(
         5.0, "seconds between two look-ups of dns:/// and file:/// targets"
     )
-    max_indexed_blocks: int = flag(
-        100_000,
-        "maximum number of KV block keys remembered per replica, at most one per block of its pool",
-    )
 
     def __post_init__(self) -> None:
         if self.grpc.port is None and self.http.port is None:
@@ -254,7 +250,6 @@ class RouterConfig:
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
             ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),
             ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
-            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
         )
 
 

@@ -1,7 +1,8 @@
 """`Fleet`: both tiers, and the check that all their replicas agree."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
@@ -13,6 +14,7 @@ from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, WaitingRequests, waited
+from router.observe.metrics import CacheCounts
 from router.routing.cache_index import CacheIndex
 
 __all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]
@@ -45,7 +47,7 @@ class Fleet:
 
     Args:
         config: names the model and its targets.
-        index: forgets replicas that restart or leave.
+        index: learns what the replicas' prefix caches hold.
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
         security: what this router shows to replicas, and asks of them.
         tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
@@ -195,6 +197,21 @@ class Fleet:
                 if each.replica_id == replica.replica_id:
                     each.note_role(role)
 
+    def cache_counts(self) -> Iterator[CacheCounts]:
+        """Yields what is known of the replicas' prefix caches. Any thread may iterate."""
+        for replica in self._connected():
+            cache = replica.kv_events.cache
+            if cache is not None:
+                yield CacheCounts(
+                    self._model_name,
+                    replica.tier_name,
+                    replica.address,
+                    believed=cache.num_stored,
+                    held=replica.load.num_cached_blocks,
+                    lacks_events=not cache.has_events,
+                    staleness_s=replica.kv_events.staleness_s,
+                )
+
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
@@ -226,7 +243,7 @@ class Fleet:
             replica.tier,
             discovery,
             elsewhere,
-            replica,
+            partial(replica, index=self._index),
             self._security,
             check=self._check,
             on_change=self._notify,

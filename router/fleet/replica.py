@@ -19,9 +19,11 @@ from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from router.fleet.decode_connection import ReplicaLostError
+from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoad
 from router.observe.request_record import Attempt, RequestRecord
+from router.routing.cache_index import CacheIndex
 from router.routing.candidate import Candidate
 from rpc.errors import from_rpc_error
 
@@ -80,12 +82,14 @@ class Replica:
         info: its description of what it serves.
         channel: a channel to it.
         security: what this router shows to it.
+        index: learns what its prefix cache holds.
 
     Attributes:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
         capacity: the largest request that it can run.
+        kv_events: the events of its prefix cache.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -97,6 +101,7 @@ class Replica:
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
     ) -> None:
         self.address = address
         self.info = info
@@ -114,6 +119,14 @@ class Replica:
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
+        self.kv_events = KvEventStream(
+            address,
+            info,
+            self._watch_kv_events,
+            index,
+            lambda: self.load,
+            lambda: self.is_leaving,
+        )
 
     @property
     def replica_id(self) -> str:
@@ -328,7 +341,21 @@ class Replica:
 
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
-        return [self._watch_load(), self._watch_silence(), self._until_dropped()]
+        return [
+            self._watch_load(),
+            self._watch_silence(),
+            self._until_dropped(),
+            self.kv_events.run(),
+        ]
+
+    def _watch_kv_events(
+        self,
+    ) -> grpc.aio.UnaryStreamCall[
+        worker_pb2.WatchKvEventsRequest, worker_pb2.WatchKvEventsResponse
+    ]:
+        return self._worker.WatchKvEvents(
+            worker_pb2.WatchKvEventsRequest(), metadata=self._security.call_metadata()
+        )
 
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
@@ -346,6 +373,7 @@ class Replica:
         )
         async for message in reports:
             self._load.take(message.load)
+            self.kv_events.report(message.load.newest_kv_event)
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
             self._is_ready = True

@@ -22,6 +22,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Capacity, Replica
+from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error
 
 __all__ = ["DecodeReplica", "PrefillReplica"]
@@ -46,8 +47,9 @@ class PrefillReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
     ) -> None:
-        super().__init__(address, info, channel, security)
+        super().__init__(address, info, channel, security, index)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -163,8 +165,9 @@ class DecodeReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
     ) -> None:
-        super().__init__(address, info, channel, security)
+        super().__init__(address, info, channel, security, index)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

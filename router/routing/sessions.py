@@ -7,7 +7,8 @@ helps before these have come, and keeps a session together where several replica
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 __all__ = ["SessionHomes", "session_key"]
@@ -31,6 +32,14 @@ def session_key(tenant: str, session: str) -> bytes:
     return blake2b(f"{tenant}\0{session}".encode(), digest_size=_KEY_BYTES).digest()
 
 
+@dataclass(slots=True)
+class _Home:
+    """Replicas by tier, and the clock time of the last turn."""
+
+    replicas: dict[str, str] = field(default_factory=dict)
+    noted_at: float = 0.0
+
+
 class SessionHomes:
     """The homes of one model's sessions: a replica per tier.
 
@@ -49,8 +58,7 @@ class SessionHomes:
         self._max_sessions = max_sessions
         self._ttl_s = ttl_s
         self._clock = clock
-        # Per session and tier: the replica, and when it was noted; the oldest first.
-        self._homes: OrderedDict[tuple[bytes, str], tuple[str, float]] = OrderedDict()
+        self._homes: OrderedDict[bytes, _Home] = OrderedDict()  # the longest silent first
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -59,17 +67,23 @@ class SessionHomes:
         """Notes that a replica serves a turn of a session. Does nothing without a session."""
         if not session:
             return
-        now = self._clock()
-        self._homes[session, tier] = replica_id, now
-        self._homes.move_to_end((session, tier))
-        while len(self._homes) > self._max_sessions * 2 or self._oldest_is_over(now):
+        home = self._homes.setdefault(session, _Home())
+        home.replicas[tier] = replica_id
+        home.noted_at = self._clock()
+        self._homes.move_to_end(session)
+        while len(self._homes) > self._max_sessions or self._is_over(self._longest_silent):
             self._homes.popitem(last=False)
 
-    def home(self, session: bytes, tier: str) -> str:
-        """Returns the replica of a tier that served a session's last turn; empty if none did."""
-        replica_id, noted_at = self._homes.get((session, tier), ("", 0.0))
-        return replica_id if self._clock() - noted_at < self._ttl_s else ""
+    def homes(self, session: bytes) -> Mapping[str, str]:
+        """Returns the replicas of a session's last turn, by tier; none if it is unknown."""
+        home = self._homes.get(session)
+        if home is None or self._is_over(home):
+            return {}
+        return home.replicas
 
-    def _oldest_is_over(self, now: float) -> bool:
-        _, noted_at = next(iter(self._homes.values()))
-        return now - noted_at >= self._ttl_s
+    @property
+    def _longest_silent(self) -> _Home:
+        return next(iter(self._homes.values()))
+
+    def _is_over(self, home: _Home) -> bool:
+        return self._clock() - home.noted_at >= self._ttl_s

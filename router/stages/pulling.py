@@ -14,7 +14,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
-from router.routing.cache_index import CacheIndex
+from router.routing.cache_index import CacheIndex, CacheMatch
 from router.routing.pulls import PrefixHolder, Pull, PullCosts, choose_pull
 from router.stages.continuation import HeldHandoff
 
@@ -54,7 +54,7 @@ class PrefixPulls:
         """
         if not replica.info.lends_prefixes or request.spec.params.prompt_logprobs is not None:
             return None
-        match, borrower = self._index.match(request.block_keys), replica.candidate()
+        match, borrower = self._match(request), replica.candidate()
         costs = PullCosts(borrower.prompt_token_s, borrower.load_token_s, self._ask_s)
         holders = (
             PrefixHolder(
@@ -72,6 +72,9 @@ class PrefixPulls:
             cached_blocks=match.blocks(replica.replica_id),
             block_size=request.block_size,
         )
+
+    def _match(self, request: RoutedRequest) -> CacheMatch:
+        return self._index.match(request.block_keys, request.num_prompt_tokens)
 
     async def borrow(
         self, request: RoutedRequest, pull: Pull | None, attempt: Attempt

@@ -335,7 +335,7 @@ async def test_a_replica_with_another_tokenizer_is_refused(router_log):
     decode = FakeDecode(SCRIPT, tokenizer_digest="aaaa")
     async with running_workers(decode):
         config = ServedModelConfig(model=decode.info.model, decode=(decode.address,))
-        fleet = Fleet(config, CacheIndex(100), 5, ClusterSecurity(), tokenizer_digest="bbbb")
+        fleet = Fleet(config, CacheIndex(), 5, ClusterSecurity(), tokenizer_digest="bbbb")
         fleet.start()
         try:
             await router_log.until("REFUSED")
@@ -347,22 +347,23 @@ async def test_a_replica_with_another_tokenizer_is_refused(router_log):
 
 
 async def test_prefixes_of_a_lost_worker_are_removed():
-    old, index = FakeDecode(SCRIPT), CacheIndex(100)
+    old, index = FakeDecode(SCRIPT), CacheIndex()
     async with running_workers(old):
         async with running_fleet(old, index) as fleet:
             index.expect(old.info.worker_id, [b"key"])
+            assert len(index) == 1
             await old.stop()
             new = await FakeDecode(SCRIPT).start(old.port)
             await until_candidate(fleet, new)
-            assert index.match([b"key"]).blocks(old.info.worker_id) == 0
+            assert len(index) == 0
             index.expect(new.info.worker_id, [b"key"])
-        assert index.match([b"key"]).blocks(new.info.worker_id) == 0
+        assert len(index) == 0
         await new.stop()
 
 
 async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_started():
     """Decode may die while prefill computes; its prefixes have been removed by then."""
-    old, index = FakeDecode(SCRIPT), CacheIndex(100)
+    old, index = FakeDecode(SCRIPT), CacheIndex()
     async with running_workers(old), running_fleet(old, index) as fleet:
         (replica,) = fleet.decode.candidates
         await old.stop()
@@ -376,9 +377,10 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         )
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
-        match = index.match(routed.block_keys)
-        assert match.blocks(new.info.worker_id) == 10
-        assert match.blocks(old.info.worker_id) == 0
+        num_tokens = routed.num_prompt_tokens
+        match = index.match(routed.block_keys, num_tokens)
+        assert match.blocks(new.info.worker_id) == min(10, (num_tokens - 1) // routed.block_size)
+        assert len(index) == 10
         await new.stop()
 
 

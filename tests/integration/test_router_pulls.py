@@ -119,6 +119,7 @@ def count(worker: WorkerHere, name: str, *labels: str) -> int:
     return int(worker.engine.metrics.snapshot().values[f"baton_engine_{name}", *labels])
 
 
+@pytest.mark.usefixtures("loads_are_worth_it")
 async def test_the_next_turn_is_pulled_and_counts_as_cached(tmp_path):
     """Two prefill engines and a decode engine: the second turn goes to the other prefill engine."""
     prompt = prompt_of(100, seed=1)

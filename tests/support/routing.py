@@ -1,19 +1,12 @@
 """Facts for routing policies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from router.routing.cache_index import CacheMatch
 
+__all__ = ["cached_blocks"]
 
-class Blocks(CacheMatch):
-    """Cached blocks of a prompt, by replica, and those that every store holds."""
 
-    def __init__(self, cached: Mapping[str, int], stored: int = 0) -> None:
-        self._cached = cached
-        self._stored = stored
-
-    def blocks(self, replica_id: str) -> int:
-        return self._cached.get(replica_id, 0)
-
-    def stored_blocks(self, store_ids: Sequence[str]) -> int:
-        return self._stored
+def cached_blocks(cached: Mapping[str, int], stored: int = 0) -> CacheMatch:
+    """Returns the leading blocks of a prompt that replicas cache and that every store has."""
+    return CacheMatch(dict(cached), lambda store_ids: stored)

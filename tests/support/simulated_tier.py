@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
 from router.fleet.replica_load import ReplicaLoad
+from router.routing.cache_form import CacheForm
 from router.routing.cache_index import CacheIndex
 from router.routing.candidate import Candidate, Prompt
 from router.routing.policy import Choice, RoutingPolicy
@@ -176,11 +177,13 @@ class SimulatedTier:
         num_seats: int = 64,
     ) -> None:
         self._policy = policy
-        self._index = CacheIndex(1 << 16)
+        self._index = CacheIndex(clock=lambda: time.now)
         self.replicas = [
             SimulatedReplica(time, f"r{i}", token_s / speed, step_s / speed, num_seats)
             for i, speed in enumerate(speeds)
         ]
+        for replica in self.replicas:
+            self._index.join(replica.info.worker_id, CacheForm())
         self.choices: list[Choice] = []
 
     def prefill(self, job: Job) -> None:
@@ -195,10 +198,11 @@ class SimulatedTier:
         pick: Callable[[Sequence[Candidate], Prompt], Choice | None],
         run: Callable[[SimulatedReplica, Job, Callable[[], None]], None],
     ) -> None:
+        num_tokens = max(len(job.keys), 1) * BLOCK_SIZE + 1
         prompt = Prompt(
-            num_tokens=max(len(job.keys), 1) * BLOCK_SIZE,
+            num_tokens=num_tokens,
             block_size=BLOCK_SIZE,
-            match=self._index.match(job.keys),
+            match=self._index.match(job.keys, num_tokens),
             key=job.keys[0] if job.keys else b"",
             num_output_tokens=job.num_tokens,
         )

@@ -166,7 +166,6 @@ def test_the_marks_of_the_reasoning_part_are_texts():
         ("--decode", "a:1", "--max-concurrent-requests", "0"),
         ("--decode", "a:1", "--resume-timeout-s", "-1"),
         ("--decode", "a:1", "--dns-interval-s", "0"),
-        ("--decode", "a:1", "--max-indexed-blocks", "0"),
     ],
 )
 def test_bad_values_name_their_flag(flags):

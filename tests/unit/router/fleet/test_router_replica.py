@@ -14,6 +14,7 @@ from baton.v1 import worker_pb2
 from router.fleet.replica_load import ReplicaLoad
 from router.fleet.tier_replicas import PrefillReplica
 from router.observe.request_record import RequestRecord
+from router.routing.cache_index import CacheIndex
 from router.routing.candidate import Candidate
 from rpc.channels import open_channel
 
@@ -148,7 +149,7 @@ def test_the_hit_rate_fades_and_stays_while_nothing_is_looked_up():
 async def test_a_replica_that_refuses_a_grammar_has_room_for_requests_without_one():
     async with open_channel("127.0.0.1:1") as channel:
         info = worker_pb2.GetInfoResponse(worker_id="w", block_size=4, pool_block_size=4)
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     guided = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
     plain_spec, guided_spec = (
         RequestSpec(request_id="r", prompt_token_ids=(1,), params=params)
@@ -166,7 +167,7 @@ async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():
         role=worker_pb2.WORKER_ROLE_PREFILL, num_blocks=10, block_size=4, pool_block_size=4
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     now = replica._breaker._clock() + 60
     replica._breaker._clock = lambda: now
     record = RequestRecord()
@@ -206,7 +207,7 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
         worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
     )
     async with open_channel("127.0.0.1:1") as channel:
-        replica = PrefillReplica("a:1", info, channel, ClusterSecurity())
+        replica = PrefillReplica("a:1", info, channel, ClusterSecurity(), CacheIndex())
     replica._load.take(worker_pb2.WorkerLoad(num_free_blocks=num_blocks))
     candidate = replica.candidate()
     assert (candidate.num_blocks, candidate.num_free_blocks) == (10, 10)

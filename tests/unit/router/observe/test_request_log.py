@@ -23,7 +23,7 @@ from router.routing.costs import PrefillPlaces
 from router.routing.policies import make_policy
 from router.routing.policy import PolicySettings
 from rpc.logs import CallInfo, serving
-from tests.support.routing import Blocks
+from tests.support.routing import cached_blocks
 
 PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
@@ -280,7 +280,7 @@ def test_a_record_keeps_the_choice_of_each_attempt():
     log = RequestLog()
     record = begin(log)
     policy = make_policy("prefix", PolicySettings())
-    prompt = Prompt(num_tokens=40, block_size=4, match=Blocks({}))
+    prompt = Prompt(num_tokens=40, block_size=4, match=cached_blocks({}))
     candidates = [Candidate(replica_id=name, address=f"{name}:1") for name in "abcd"]
     with log.recording(record, 1e9):
         record.choices["prefill"] = policy.pick_prefill(candidates, prompt)

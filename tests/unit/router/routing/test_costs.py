@@ -10,7 +10,7 @@ from router.routing.costs import (
     prefill_cost,
     wants_remote_prefill,
 )
-from tests.support.routing import Blocks
+from tests.support.routing import cached_blocks
 
 FAST = Candidate(
     replica_id="fast",
@@ -30,7 +30,7 @@ def candidate(**facts):
 
 
 def prompt(num_tokens=1000, cached=0, stored=0, **facts):
-    match = Blocks({"fast": cached}, stored)
+    match = cached_blocks({"fast": cached}, stored)
     return Prompt(num_tokens=num_tokens, block_size=10, match=match, **facts)
 
 

@@ -11,7 +11,7 @@ from baton.common.flags import plugins
 from router.routing.candidate import Candidate, Prompt
 from router.routing.policies import POLICIES, make_policy
 from router.routing.policy import PolicySettings
-from tests.support.routing import Blocks
+from tests.support.routing import cached_blocks
 
 BLOCK = 10
 
@@ -27,7 +27,9 @@ def candidate(replica_id, **facts):
 
 
 def prompt(cached=None, num_tokens=1000, **facts):
-    return Prompt(num_tokens=num_tokens, block_size=BLOCK, match=Blocks(cached or {}), **facts)
+    return Prompt(
+        num_tokens=num_tokens, block_size=BLOCK, match=cached_blocks(cached or {}), **facts
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -90,6 +92,23 @@ def test_nearly_equal_costs_are_decided_by_blocks():
     assert chooser.pick_prefill([full, candidate("empty")], prompt()).replica_id == "empty"
     quick = replace(full, prompt_token_s=0.0009)
     assert chooser.pick_prefill([quick, candidate("empty")], prompt()).replica_id == "full"
+
+
+def test_of_nearly_equal_costs_that_of_the_sessions_home_is_chosen():
+    chooser, homes = policy("prefix"), {"prefill": "p home", "decode": "d home"}
+    request = prompt(homes=homes)
+    for pick, home in ((chooser.pick_prefill, "p home"), (chooser.pick_decode, "d home")):
+        at_home = candidate(home, cached_share=0.9)
+        assert pick([at_home, candidate("other")], prompt()).replica_id == "other"
+        assert pick([at_home, candidate("other")], request).replica_id == home
+        busy = replace(at_home, queue_s=0.5, num_requests=9)
+        assert pick([busy, candidate("other")], request).replica_id == "other"
+
+
+def test_a_warmer_replica_than_the_home_is_chosen():
+    request = prompt({"warm": 90}, homes={"prefill": "home"})
+    chosen = policy("prefix").pick_prefill([candidate("home"), candidate("warm")], request)
+    assert chosen.replica_id == "warm"
 
 
 def test_decode_counts_streams_first_and_blocks_second():

@@ -23,14 +23,14 @@ def test_the_home_is_where_the_last_turn_was_per_tier() -> None:
     table.note(b"a", "prefill", "p1")
     table.note(b"a", "decode", "d1")
     table.note(b"a", "prefill", "p2")
-    assert (table.home(b"a", "prefill"), table.home(b"a", "decode")) == ("p2", "d1")
-    assert table.home(b"b", "prefill") == ""
+    assert table.homes(b"a") == {"prefill": "p2", "decode": "d1"}
+    assert table.homes(b"b") == {}
 
 
 def test_requests_without_a_session_have_no_home() -> None:
     table, _ = homes()
     table.note(b"", "prefill", "p1")
-    assert table.home(b"", "prefill") == ""
+    assert table.homes(b"") == {}
     assert len(table) == 0
 
 
@@ -38,9 +38,9 @@ def test_a_silent_session_is_forgotten() -> None:
     table, clock = homes()
     table.note(b"a", "prefill", "p1")
     clock.now = 9.0
-    assert table.home(b"a", "prefill") == "p1"
+    assert table.homes(b"a") == {"prefill": "p1"}
     clock.now = 10.0
-    assert table.home(b"a", "prefill") == ""
+    assert table.homes(b"a") == {}
     table.note(b"b", "prefill", "p1")
     assert len(table) == 1
 
@@ -50,9 +50,9 @@ def test_the_table_is_bounded_and_forgets_the_session_that_was_silent_longest() 
     for session in (b"a", b"b", b"a", b"c"):
         for tier in ("prefill", "decode"):
             table.note(session, tier, "r")
-    assert len(table) == 4
-    assert table.home(b"b", "prefill") == ""
-    assert table.home(b"a", "prefill") == "r"
+    assert len(table) == 2
+    assert table.homes(b"b") == {}
+    assert table.homes(b"a") == {"prefill": "r", "decode": "r"}
 
 
 def test_clients_have_sessions_of_their_own() -> None:

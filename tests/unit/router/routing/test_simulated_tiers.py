@@ -91,7 +91,7 @@ def test_a_session_leaves_its_home_when_the_delay_is_too_long():
         # Long prompts of others keep the home busy for 2 s.
         tier.replicas[first.replica].prefill(Job(keys_of("other", 1250)), lambda: None)
         time.run(1.1)
-        second = Job(keys_of("talk", 40))
+        second = Job(keys_of("talk", 30))
         tier.prefill(second)
         assert (second.replica != first.replica) == leaves
         time.run(10.0)
