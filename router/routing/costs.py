@@ -43,6 +43,7 @@ class Cost(NamedTuple):
         backlog_s: the part of it that has nothing to do with the request's KV: the queue, or on
             decode the sequences there.
         cached_tokens: leading tokens of the prompt that the replica caches.
+        saved_s: seconds to compute these.
         uncached_tokens: tokens that it would compute, or on decode have to get.
         compute_s: seconds to compute them.
         load_s: seconds to load those that are loaded.
@@ -59,6 +60,7 @@ class Cost(NamedTuple):
     seconds: float
     backlog_s: float
     cached_tokens: int
+    saved_s: float
     uncached_tokens: int
     compute_s: float
     load_s: float
@@ -110,6 +112,7 @@ def prefill_cost(candidate: Candidate, prompt: Prompt) -> Cost:
         (compute_s + load_s + queue_s) / weight,
         queue_s / weight,
         cached_tokens,
+        cached_tokens * candidate.prompt_token_s,
         uncached_tokens,
         compute_s,
         load_s,
@@ -145,6 +148,7 @@ def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
         (compute_s + load_s + backlog_s) / weight,
         backlog_s / weight,
         cached_tokens,
+        cached_tokens * candidate.prompt_token_s,
         uncached_tokens,
         compute_s,
         load_s,
