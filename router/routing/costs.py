@@ -106,22 +106,24 @@ def prefill_cost(candidate: Candidate, prompt: Prompt) -> Cost:
     cached_tokens, uncached_tokens, load_s = _work(candidate, prompt)
     compute_s = uncached_tokens * candidate.prompt_token_s
     queue_s, weight = candidate.queue_s, candidate.weight
-    return Cost(
-        candidate.replica_id,
-        candidate.address,
-        (compute_s + load_s + queue_s) / weight,
-        queue_s / weight,
-        cached_tokens,
-        cached_tokens * candidate.prompt_token_s,
-        uncached_tokens,
-        compute_s,
-        load_s,
-        queue_s,
-        0.0,
-        False,
-        candidate.used_share,
-        candidate.cached_share,
-        candidate.num_requests,
+    return Cost._make(  # in half the time of a call
+        (
+            candidate.replica_id,
+            candidate.address,
+            (compute_s + load_s + queue_s) / weight,
+            queue_s / weight,
+            cached_tokens,
+            cached_tokens * candidate.prompt_token_s,
+            uncached_tokens,
+            compute_s,
+            load_s,
+            queue_s,
+            0.0,
+            False,
+            candidate.used_share,
+            candidate.cached_share,
+            candidate.num_requests,
+        )
     )
 
 
@@ -140,24 +142,26 @@ def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
         compute_s = queue_s = 0.0
     taken_share = (candidate.num_requests + 1) / candidate.num_seats
     decode_s = prompt.num_output_tokens * taken_share * candidate.decode_step_s
-    missing_blocks = max(prompt.num_blocks - cached_tokens // prompt.block_size, 0)
+    missing_blocks = -(-missing_tokens // prompt.block_size)
     backlog_s, weight = queue_s + decode_s, candidate.weight
-    return Cost(
-        candidate.replica_id,
-        candidate.address,
-        (compute_s + load_s + backlog_s) / weight,
-        backlog_s / weight,
-        cached_tokens,
-        cached_tokens * candidate.prompt_token_s,
-        uncached_tokens,
-        compute_s,
-        load_s,
-        queue_s,
-        decode_s,
-        missing_blocks > candidate.num_free_blocks,
-        candidate.used_share,
-        candidate.cached_share,
-        candidate.num_requests,
+    return Cost._make(  # in half the time of a call
+        (
+            candidate.replica_id,
+            candidate.address,
+            (compute_s + load_s + backlog_s) / weight,
+            backlog_s / weight,
+            cached_tokens,
+            cached_tokens * candidate.prompt_token_s,
+            uncached_tokens,
+            compute_s,
+            load_s,
+            queue_s,
+            decode_s,
+            missing_blocks > candidate.num_free_blocks,
+            candidate.used_share,
+            candidate.cached_share,
+            candidate.num_requests,
+        )
     )
 
 
@@ -165,10 +169,13 @@ def _work(candidate: Candidate, prompt: Prompt) -> tuple[int, int, float]:
     """Returns how many tokens are cached, how many are to be computed, and the seconds to load the
     others. At least one token is computed: the next one is drawn from its logits.
     """
-    cached_tokens = min(prompt.cached_tokens(candidate), prompt.num_tokens)
-    uncached_tokens = max(prompt.num_tokens - cached_tokens, 1)
-    if candidate.load_token_s < candidate.prompt_token_s:
-        stored_tokens = min(prompt.stored_tokens(candidate), prompt.num_tokens - 1)
+    num_tokens = prompt.num_tokens
+    if not prompt.reuses_kv:
+        return 0, num_tokens, 0.0
+    cached_tokens = min(prompt.match.blocks(candidate.replica_id) * prompt.block_size, num_tokens)
+    uncached_tokens = num_tokens - cached_tokens or 1
+    if candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s:
+        stored_tokens = min(prompt.stored_tokens(candidate.store_ids), num_tokens - 1)
         if (loaded_tokens := stored_tokens - cached_tokens) > 0:
             load_s = loaded_tokens * candidate.load_token_s
             return cached_tokens, uncached_tokens - loaded_tokens, load_s

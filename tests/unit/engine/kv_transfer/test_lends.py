@@ -136,10 +136,11 @@ def test_a_running_request_that_grows_ends_the_leases() -> None:
     lender.add(request("grows", 16, first_token=0, max_tokens=12))
     lender.step()
     job = lender.lend()
-    for _ in range(20):
-        if lender.work().ended:
+    for _ in range(12):
+        if ended := lender.work().ended:
             break
         lender.step()
+    assert ended == ["lease"]
     lender.scheduler.apply(TransferResults(released=(job.job_id,)))
     assert len(lender.run()["grows"]) > 0
     assert lender.scheduler.load().num_preemptions == 0
