@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.groups.states import new_handoff_id
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason, PrefixRequest
 from kvstore.block_key import BlockKeyChain
@@ -67,7 +68,7 @@ class Engines:
     def ask(self, source: EngineCore, keys: Sequence[bytes]) -> KvHandoff | None:
         """Asks an engine to lend a prefix; returns its answer."""
         answers: list[KvHandoff | None] = []
-        source.scheduler.lend_prefix(PrefixRequest("pulled", keys, answers.append))
+        source.scheduler.lend_prefix(PrefixRequest(new_handoff_id(), keys, answers.append))
         self.run(lambda: answers)
         (handoff,) = answers
         return handoff
