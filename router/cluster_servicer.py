@@ -244,6 +244,7 @@ def _choice_to_proto(choice: Choice) -> cluster_pb2.ReplicaChoice:
                 queue_s=cost.queue_s,
                 decode_s=cost.decode_s,
                 num_requests=cost.num_requests,
+                weight=cost.weight,
             )
             for cost in choice.costs
         ],

@@ -278,9 +278,7 @@ Global___ReplicaChoice: typing_extensions.TypeAlias = ReplicaChoice
 
 @typing.final
 class ReplicaCost(google.protobuf.message.Message):
-    """What a request would have cost on a replica. Its seconds are those of its parts, over the
-    replica's share of the load, which is less than 1 while it has just started.
-    """
+    """What a request would have cost on a replica. Its seconds are those of its parts, over `weight`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -292,6 +290,7 @@ class ReplicaCost(google.protobuf.message.Message):
     QUEUE_S_FIELD_NUMBER: builtins.int
     DECODE_S_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     replica: builtins.str
     """The replica's `host:port`."""
     seconds: builtins.float
@@ -308,6 +307,8 @@ class ReplicaCost(google.protobuf.message.Message):
     """Time to generate the answer beside the requests that were there; 0 on prefill."""
     num_requests: builtins.int
     """Requests that were there."""
+    weight: builtins.float
+    """The replica's share of the load beside others; less than 1 while it has just started."""
     def __init__(
         self,
         *,
@@ -319,8 +320,9 @@ class ReplicaCost(google.protobuf.message.Message):
         queue_s: builtins.float = ...,
         decode_s: builtins.float = ...,
         num_requests: builtins.int = ...,
+        weight: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_s", b"compute_s", "decode_s", b"decode_s", "load_s", b"load_s", "num_requests", b"num_requests", "queue_s", b"queue_s", "replica", b"replica", "seconds", b"seconds", "uncached_tokens", b"uncached_tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_s", b"compute_s", "decode_s", b"decode_s", "load_s", b"load_s", "num_requests", b"num_requests", "queue_s", b"queue_s", "replica", b"replica", "seconds", b"seconds", "uncached_tokens", b"uncached_tokens", "weight", b"weight"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReplicaCost: typing_extensions.TypeAlias = ReplicaCost

@@ -111,7 +111,20 @@ class AsyncEngine:
         """
         return cls(await asyncio.to_thread(build_engine, config, security))
 
-    def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
+    def check(self, request: EngineRequest) -> None:
+        """Refuses a request that could never finish. Any thread may call it: a long prompt takes
+        milliseconds.
+
+        Raises:
+            InvalidArgumentError: the model cannot take a token id or the length.
+            FailedPreconditionError: the handoff is not for this engine.
+            ResourceExhaustedError: the request needs more blocks than the pool has.
+        """
+        self._core.check(request)
+
+    def submit(
+        self, request: EngineRequest, on_output: OutputHandler, *, is_checked: bool = False
+    ) -> None:
         """Queues a request.
 
         Args:
@@ -119,13 +132,12 @@ class AsyncEngine:
             on_output: called on the event loop, at most once per candidate and step. All outputs
                 of one step are delivered within one loop callback. The last output has
                 `is_last`; it always comes, unless `abort` is called first.
+            is_checked: whether `check` has accepted the request.
 
         Raises:
             AlreadyExistsError: a request with this id is live.
-            InvalidArgumentError: the model cannot take a token id or the length.
-            FailedPreconditionError: the handoff is not for this engine.
-            ResourceExhaustedError: the queue is full, or the request needs more blocks than the
-                pool has.
+            ResourceExhaustedError: the queue is full.
+            BatonError: `check` refuses the request.
             UnavailableError: the engine drains, has stopped, or has another role.
         """
         kind = Role.PREFILL if request.hands_over else Role.DECODE
@@ -140,7 +152,8 @@ class AsyncEngine:
                 _RETRY_AFTER_S,
                 reason=Reason.REPLICAS_FULL,
             )
-        self._core.check(request)
+        if not is_checked:
+            self.check(request)
         self._handlers[request_id] = on_output
         self._idle.clear()
         self._thread.call(Scheduler.try_add, request)

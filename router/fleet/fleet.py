@@ -24,6 +24,7 @@ RETRY_AFTER_S = 5.0
 """When a client may try again that no replica could serve: workers start in about this time."""
 
 _CALL_TIMEOUT_S = 5.0
+_WATCH_INTERVAL_S = 0.1
 
 
 def none_ready(how_long: str = "") -> UnavailableError:
@@ -89,7 +90,8 @@ class Fleet:
 
     def start(self) -> None:
         """Begins to look for replicas."""
-        self._tasks = [asyncio.create_task(tier.run()) for tier in (self.prefill, self.decode)]
+        activities = self.prefill.run(), self.decode.run(), self._watch_silence()
+        self._tasks = [asyncio.create_task(activity) for activity in activities]
 
     async def close(self) -> None:
         """Disconnects all replicas. Idempotent."""
@@ -211,6 +213,18 @@ class Fleet:
                     lacks_events=not cache.has_events,
                     staleness_s=replica.kv_events.staleness_s,
                 )
+
+    async def _watch_silence(self) -> None:
+        """Looks for silent workers, without end. One timer serves all of them, so that a router
+        with hundreds of replicas is idle without requests.
+        """
+        clock = asyncio.get_running_loop().time
+        while True:
+            before = clock()
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            late_s = max(clock() - before - _WATCH_INTERVAL_S, 0.0)
+            for replica in self._connected():
+                replica.check_silence(late_s)
 
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""

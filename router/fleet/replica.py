@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from baton.common.errors import FailedPreconditionError, InternalError, UnavailableError
+from baton.common.errors import BatonError, InternalError, UnavailableError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
@@ -30,7 +30,6 @@ from rpc.errors import from_rpc_error
 __all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
-_WATCH_INTERVAL_S = 0.1
 _POLL_INTERVAL_S = 0.2
 _POLL_TIMEOUT_S = 5.0
 _FAULTS = (InternalError.code, UnavailableError.code)
@@ -107,7 +106,7 @@ class Replica:
         self.info = info
         self.capacity = self._capacity()
         self.lost = asyncio.Event()
-        self._dropped: asyncio.Future[FailedPreconditionError]
+        self._dropped: asyncio.Future[BatonError]
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
@@ -255,7 +254,19 @@ class Replica:
         """Blocks in its pool, of the size that block keys stand for."""
         return self._load.num_blocks
 
-    def drop(self, reason: FailedPreconditionError) -> None:
+    def check_silence(self, late_s: float) -> None:
+        """Drops the worker if it is silent: a frozen or unreachable one keeps its connections.
+
+        Args:
+            late_s: how late the event loop was since the last call; reports may have waited unread.
+        """
+        now = asyncio.get_running_loop().time()
+        self._silence.excuse(late_s, now)
+        if self._silence.is_too_long(now):
+            limit_s = self._silence.limit_s
+            self.drop(ReplicaLostError(f"it has sent no report for {limit_s:.1f} s"))
+
+    def drop(self, reason: BatonError) -> None:
         """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
         if not self._dropped.done():
             self._dropped.set_result(reason)
@@ -270,7 +281,7 @@ class Replica:
 
         Raises:
             ReplicaLostError: the worker was lost.
-            FailedPreconditionError: `drop` was called with this error.
+            BatonError: `drop` was called with this error.
         """
         self._on_change = on_change
         tasks = [asyncio.create_task(coroutine) for coroutine in self._activities()]
@@ -341,12 +352,7 @@ class Replica:
 
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
-        return [
-            self._watch_load(),
-            self._watch_silence(),
-            self._until_dropped(),
-            self.kv_events.run(),
-        ]
+        return [self._watch_load(), self._until_dropped(), self.kv_events.run()]
 
     def _watch_kv_events(
         self,
@@ -390,19 +396,6 @@ class Replica:
             await self.get_load(_POLL_TIMEOUT_S)
             self._silence.report(asyncio.get_running_loop().time())
             await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _watch_silence(self) -> None:
-        """Raises once the worker is silent: a frozen or unreachable one keeps its connections.
-
-        Raises:
-            ReplicaLostError: it has sent no report for too long.
-        """
-        clock, silence = asyncio.get_running_loop().time, self._silence
-        while not silence.is_too_long(before := clock()):
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            # Reports may wait unread while this event loop is late.
-            silence.excuse(max(clock() - before - _WATCH_INTERVAL_S, 0.0), clock())
-        raise ReplicaLostError(f"it has sent no report for {silence.limit_s:.1f} s")
 
     async def _until_dropped(self) -> None:
         raise await self._dropped

@@ -77,9 +77,8 @@ class PrefillReplica(Replica):
             ReplicaLostError: the replica was lost.
             BatonError: the replica answered with this error.
         """
-        message = prefill_pb2.PrefillRequest(
-            spec=spec_to_proto(spec), namespace=namespace, prefix=prefix
-        )
+        message = prefill_pb2.PrefillRequest(namespace=namespace, prefix=prefix)
+        spec_to_proto(spec, message.spec)
         call = self._stub.Prefill(
             message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()
         )

@@ -53,6 +53,7 @@ class Cost(NamedTuple):
         used_share: the share of the pool's blocks that requests hold.
         cached_share: the share of them that is in the prefix cache.
         num_requests: requests that are there.
+        weight: the replica's share of the load, which divides the seconds.
     """
 
     replica_id: str
@@ -70,6 +71,7 @@ class Cost(NamedTuple):
     used_share: float
     cached_share: float
     num_requests: int
+    weight: float
 
 
 def order_of(cost: Cost) -> tuple[bool, float, str]:
@@ -123,6 +125,7 @@ def prefill_cost(candidate: Candidate, prompt: Prompt) -> Cost:
             candidate.used_share,
             candidate.cached_share,
             candidate.num_requests,
+            weight,
         )
     )
 
@@ -161,6 +164,7 @@ def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
             candidate.used_share,
             candidate.cached_share,
             candidate.num_requests,
+            weight,
         )
     )
 

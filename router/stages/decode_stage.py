@@ -184,15 +184,17 @@ class DecodeStage:
             pull = None if is_loaded else self._pulls.plan(request, replica)
             pulled = await self._pulls.borrow(request, pull, own)
             ends.callback(pulled.release)
-            start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec),
-                namespace=request.namespace,
-                handoff=handoff.message,
-                skip_lookup=not is_loaded and handoff.has_waited_in_vain,
-                prefix=pulled.message,
-            )
+            command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
+            start = command.start
+            spec_to_proto(spec, start.spec)
+            start.namespace = request.namespace
+            if handoff.message is not None:
+                start.handoff.CopyFrom(handoff.message)
+            if pulled.message is not None:
+                start.prefix.CopyFrom(pulled.message)
+            start.skip_lookup = not is_loaded and handoff.has_waited_in_vain
             progress.write_to(start)
-            stream = replica.connection.start(start)
+            stream = replica.connection.start(command)
             ends.callback(stream.close)
             replica.log_start(spec)
             # After `start`, which fails if the worker was lost: a record of a lost worker would

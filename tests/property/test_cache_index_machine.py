@@ -25,7 +25,12 @@ from router.routing.replica_cache import KvEventError
 KEY_TOKENS = 2
 """Tokens that a block key stands for."""
 MAX_TOKENS = 17
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_TOKENS)
+# Prompts that share beginnings and branch.
+PROMPTS = st.builds(
+    lambda branch, length: ([0] * branch + [1] * MAX_TOKENS)[:length],
+    st.sampled_from([4, 8, MAX_TOKENS]),
+    st.integers(1, MAX_TOKENS),
+)
 REPLICAS = st.integers(0, 2)
 NUM_REPLICAS = 3
 # Windows in tokens, and spacings of states in tokens, of the models.
@@ -77,6 +82,7 @@ class Worker:
             self.stream.append(response)
 
     def begin(self, tokens):
+        """Admits a prompt and computes it, if there is room."""
         chain = self.chain()
         keys = chain.extend_pool(tokens)
         match = self.kv.match_prefix(keys, len(tokens))
@@ -85,6 +91,7 @@ class Worker:
             table = self.kv.admit(len(tokens), match)
             computed = match.num_blocks * self.spec.block_size
             self.sequences.append(Sequence(list(tokens), chain, table, computed))
+            self.compute(self.sequences[-1], len(tokens))
 
     def compute(self, sequence, end):
         """Computes tokens up to `end` in one step; a sequence without room ends."""
@@ -131,6 +138,7 @@ class CacheIndexMachine(RuleBasedStateMachine):
         self.workers = {}
         self.readers = {}
         self.late = []
+        self.seen = [[0]]
         for number in range(NUM_REPLICAS):
             self.connect(number)
 
@@ -148,14 +156,16 @@ class CacheIndexMachine(RuleBasedStateMachine):
         cache = self.index.join(worker.name, worker.form)
         self.readers[number] = KvEventReader(cache, self.index.stored, list)
 
-    # What happens on the workers.
+    # What happens on the workers; each engine step sends its events.
 
-    @rule(number=REPLICAS, tokens=PROMPTS)
-    def begin(self, number, tokens):
+    @rule(number=REPLICAS, tokens=PROMPTS, ends=st.booleans())
+    def run(self, number, tokens, ends):
         worker = self.workers[number]
         worker.begin(tokens)
-        if worker.sequences:
-            worker.compute(worker.sequences[-1], len(worker.sequences[-1].tokens))
+        self.seen.append(tokens)
+        if ends and worker.sequences:
+            worker.end(worker.sequences[0])
+        worker.pump()
 
     @rule(number=REPLICAS, index=st.integers(0, 9), num_tokens=st.integers(1, 4))
     def generate(self, number, index, num_tokens):
@@ -163,12 +173,8 @@ class CacheIndexMachine(RuleBasedStateMachine):
         if worker.sequences:
             sequence = worker.sequences[index % len(worker.sequences)]
             worker.compute(sequence, min(sequence.computed + num_tokens, MAX_TOKENS))
-
-    @rule(number=REPLICAS, index=st.integers(0, 9))
-    def end(self, number, index):
-        worker = self.workers[number]
-        if worker.sequences:
-            worker.end(worker.sequences[index % len(worker.sequences)])
+            self.seen.append(list(sequence.tokens))
+            worker.pump()
 
     @rule(number=REPLICAS, num_blocks=st.integers(1, 12))
     def evict(self, number, num_blocks):
@@ -178,18 +184,21 @@ class CacheIndexMachine(RuleBasedStateMachine):
         if pool.num_free_slots:
             taken += pool.allocate_slots(1)
         pool.release(taken)
+        self.workers[number].pump()
 
-    @rule(number=REPLICAS, tokens=PROMPTS, index=st.integers(0, 9))
-    def discard(self, number, tokens, index):
+    @rule(number=REPLICAS, index=st.integers(0, 99))
+    def discard(self, number, index):
         """A block turns out to be corrupt, which makes a hole."""
         worker = self.workers[number]
-        keys = worker.chain().extend_pool(tokens)
+        keys = worker.kv.pool.cached_keys()
         if keys:
             worker.kv.discard([keys[index % len(keys)]])
+            worker.pump()
 
     @rule(number=REPLICAS)
     def reset(self, number):
         self.workers[number].kv.reset_prefix_cache()
+        self.workers[number].pump()
 
     @rule(number=REPLICAS)
     def restart(self, number):
@@ -198,10 +207,6 @@ class CacheIndexMachine(RuleBasedStateMachine):
         self.connect(number)
 
     # What happens to the streams.
-
-    @rule(number=REPLICAS)
-    def flush(self, number):
-        self.workers[number].pump()
 
     @rule(number=REPLICAS, num_messages=st.integers(1, 5))
     def deliver(self, number, num_messages):
@@ -251,8 +256,8 @@ class CacheIndexMachine(RuleBasedStateMachine):
 
     # What must hold.
 
-    @rule(tokens=PROMPTS)
-    def settle(self, tokens):
+    @rule()
+    def settle(self):
         """Within the bound after the last change the index agrees with every pool."""
         self.report()
         self.now += MAX_STALENESS_S + 0.1
@@ -263,14 +268,19 @@ class CacheIndexMachine(RuleBasedStateMachine):
             while worker.stream:
                 assert self.take(number, worker.stream.popleft())
             assert self.readers[number].has_begun
-        keys = tuple(BlockKeyChain(b"n", KEY_TOKENS).extend(tokens))
-        match = self.index.match(keys, len(tokens))
+        self.now += MAX_STALENESS_S + 0.1
+        self.index.match([b"k"], 1)  # expected blocks that have expired are removed
         for worker in self.workers.values():
             cache = self.index.join(worker.name, worker.form)
             for group, stored in enumerate(cache._blocks.stored):
                 assert stored == set(worker.kv.pool.cached_keys(group))
             assert cache.num_expected == 0
-            assert match.blocks(worker.name) == worker.match(tokens)
+        for tokens in self.seen[-20:]:
+            for end in (len(tokens), len(tokens) // 2 + 1):
+                keys = tuple(BlockKeyChain(b"n", KEY_TOKENS).extend(tokens[:end]))
+                match = self.index.match(keys, end)
+                for worker in self.workers.values():
+                    assert match.blocks(worker.name) == worker.match(tokens[:end])
         while self.deferred:
             self.deferred.popleft()()
         num_blocks = sum(len(set(keys)) for keys in self.held().values())
@@ -303,6 +313,7 @@ class CacheIndexMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "index"):
+            self.settle()
             for worker in self.workers.values():
                 self.index.forget(worker.name)
             while self.deferred:
