@@ -313,10 +313,7 @@ class Replica:
     async def lend_prefix(
         self, namespace: bytes, keys: Sequence[bytes], timeout_s: float
     ) -> prefill_pb2.KvHandoff | None:
-        """Asks the worker to lend the beginning of a prompt from its prefix cache.
-
-        Returns:
-            Where it is; None if the worker holds no block of it, or cannot keep them.
+        """Asks the worker to lend the beginning of a prompt; None if it lends nothing of it.
 
         Raises:
             BatonError: it did not answer in time, refused, or was lost.
