@@ -145,6 +145,7 @@ class RouterSession:
             first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
             handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
             skips_lookup=start.skip_lookup,
+            prefix=handoff_from_proto(start.prefix) if start.HasField("prefix") else None,
         )
         self._engine.check(request)
         return request

@@ -1,5 +1,6 @@
 """Requests to the engine and outputs from it: plain data."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 
@@ -14,6 +15,7 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "FinishReason",
+    "PrefixRequest",
     "Role",
     "StageTimings",
 ]
@@ -82,6 +84,8 @@ class EngineRequest:
         handoff: where the prompt's KV is; None to compute what is not cached.
         skips_lookup: whether not to look the prompt up in a KV store, for which the request has
             waited already.
+        prefix: where leading blocks of the prompt are that another engine lends; not used if
+            `handoff` is set. What cannot be loaded is computed, whatever the policy is.
     """
 
     spec: RequestSpec
@@ -90,11 +94,29 @@ class EngineRequest:
     first_beams: tuple[tuple[int, float], ...] = ()
     handoff: KvHandoff | None = None
     skips_lookup: bool = False
+    prefix: KvHandoff | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether another replica has generated tokens already."""
         return bool(self.progress or self.first_beams)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """Another engine's wish to load the beginning of a prompt from this one's prefix cache.
+
+    Attributes:
+        lease_id: id of the handoff that it gets. The lease ends like that of any other handoff.
+        keys: keys of the prompt's transfer blocks, as far as they are asked for.
+        answer: called once on the engine's thread: with the handoff when the blocks can be
+            loaded; with None if there are none, if they cannot be kept, or if the lease ended
+            before.
+    """
+
+    lease_id: str
+    keys: Sequence[bytes]
+    answer: Callable[[KvHandoff | None], None]
 
 
 @dataclass(frozen=True, slots=True)

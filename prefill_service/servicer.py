@@ -26,7 +26,7 @@ from engine.wire import (
     output_to_proto,
     timings_to_proto,
 )
-from kvstore.handoff import KvHandoff, handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from rpc.tracing import WorkerSpans
 
 __all__ = ["PrefillServicer", "PromptEvents"]
@@ -188,7 +188,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Frees the request if the caller leaves."""
         check_namespace(request.namespace, self._engine.namespace)
         now = time.monotonic()
-        checked = await read_message(request, lambda: self._read(request.spec, now))
+        checked = await read_message(request, lambda: self._read(request, now))
         spec = checked.spec
         events = PromptEvents(spec.params)
         self._engine.submit(checked, events.add, is_checked=True)
@@ -212,9 +212,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._engine.release_handoff(handoff_id)
         return prefill_pb2.ReleaseHandoffResponse()
 
-    def _read(self, message: request_pb2.RequestSpec, now: float) -> EngineRequest:
+    def _read(self, message: prefill_pb2.PrefillRequest, now: float) -> EngineRequest:
         """The checked request of a message. Runs in any thread."""
-        request = EngineRequest(spec=spec_from_proto(message, now=now), hands_over=True)
+        prefix = handoff_from_proto(message.prefix) if message.HasField("prefix") else None
+        spec = spec_from_proto(message.spec, now=now)
+        request = EngineRequest(spec=spec, hands_over=True, prefix=prefix)
         self._engine.check(request)
         return request
 

@@ -165,6 +165,16 @@ class Worker(Protocol):
     async def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many blocks were cached."""
 
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        """Lends the beginning of a prompt from the prefix cache; cancelling takes it back.
+
+        Raises:
+            FailedPreconditionError: the worker has another namespace, or cannot lend.
+            InvalidArgumentError: a key has another length.
+        """
+
     def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
         """Yields the prefix cache's content, then each change, without end."""
 
@@ -325,6 +335,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Empties the prefix cache."""
         num_blocks = await self._worker.reset_prefix_cache()
         return worker_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    @override
+    async def LendPrefix(
+        self, request: worker_pb2.LendPrefixRequest, context: Any
+    ) -> worker_pb2.LendPrefixResponse:
+        """Lends the beginning of a prompt from the prefix cache."""
+        return await self._worker.lend_prefix(request)
 
     @override
     async def WatchKvEvents(

@@ -6,6 +6,7 @@ Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 The service that workers of both tiers have in common.
 """
 
+import baton.v1.prefill_pb2
 import builtins
 import collections.abc
 import google.protobuf.descriptor
@@ -91,6 +92,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     CACHE_GROUPS_FIELD_NUMBER: builtins.int
     CACHES_PREFIXES_FIELD_NUMBER: builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
+    LENDS_PREFIXES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn at each start, so that a restart at the same address is noticed."""
     role: Global___WorkerRole.ValueType
@@ -141,6 +143,10 @@ class GetInfoResponse(google.protobuf.message.Message):
     """Bytes of a token's K and V, over all layers, in the pool. What loads bring is counted in the
     same bytes; see WorkerLoad.load_bytes_per_s.
     """
+    lends_prefixes: builtins.bool
+    """Whether LendPrefix can lend: the worker caches prefixes, and its KV connector reads blocks in
+    other workers' pools.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
@@ -177,10 +183,11 @@ class GetInfoResponse(google.protobuf.message.Message):
         cache_groups: collections.abc.Iterable[Global___CacheGroup] | None = ...,
         caches_prefixes: builtins.bool | None = ...,
         kv_bytes_per_token: builtins.int = ...,
+        lends_prefixes: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes", "caches_prefixes", b"caches_prefixes"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes", "block_size", b"block_size", "cache_groups", b"cache_groups", "caches_prefixes", b"caches_prefixes", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes", "block_size", b"block_size", "cache_groups", b"cache_groups", "caches_prefixes", b"caches_prefixes", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "lends_prefixes", b"lends_prefixes", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__caches_prefixes: typing_extensions.TypeAlias = typing.Literal["caches_prefixes"]
     _WhichOneofArgType__caches_prefixes: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes"]
@@ -880,6 +887,56 @@ class CacheCleared(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___CacheCleared: typing_extensions.TypeAlias = CacheCleared
+
+@typing.final
+class LendPrefixRequest(google.protobuf.message.Message):
+    """Asks a worker to lend a prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    """The namespace digest of the keys."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Keys of the prompt's full blocks that the other worker lacks and those before them, 32 bytes
+        each, from the first on.
+        """
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys", "namespace", b"namespace"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LendPrefixRequest: typing_extensions.TypeAlias = LendPrefixRequest
+
+@typing.final
+class LendPrefixResponse(google.protobuf.message.Message):
+    """The terms under which a prefix is lent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: builtins.int
+    @property
+    def handoff(self) -> baton.v1.prefill_pb2.KvHandoff:
+        """Where the blocks are. Unset: the worker holds none of them, or has no room to keep them."""
+
+    def __init__(
+        self,
+        *,
+        handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LendPrefixResponse: typing_extensions.TypeAlias = LendPrefixResponse
 
 @typing.final
 class BlocksSaved(google.protobuf.message.Message):

@@ -227,6 +227,12 @@ class _ScriptedWorker(Worker):
         return 0
 
     @override
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        return worker_pb2.LendPrefixResponse()
+
+    @override
     async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
         response = worker_pb2.WatchKvEventsResponse()
         response.events.add(sequence_number=0).cleared.SetInParent()

@@ -161,7 +161,9 @@ class Loads:
         transfer = group.transfer
         num_tokens = self.num_loaded_tokens(group, num_loadable)
         handoff, transfer.pending_handoff = transfer.pending_handoff, None
-        transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
+        if handoff is None or not group.hands_over:
+            # Else another engine lends the blocks, which this one must lend in turn.
+            transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
         if not num_missing:
             self._drop_handoff(group)
             return False

@@ -221,8 +221,8 @@ class Saves:
         """
         lease_id = group.transfer.handoff_id
         saves = list(self._jobs.saves())
-        are_lent = len(saves) == len(self._jobs.lent) > 0
-        if are_lent and all(save.lease_id == lease_id for save in saves):
+        are_lent = all(save.job_id in self._jobs.lent for save in saves)
+        if saves and are_lent and all(save.lease_id == lease_id for save in saves):
             self._connector.end_lease(lease_id)
             group.transfer.save_failed = True
 

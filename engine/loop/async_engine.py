@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from baton.common.errors import (
     AlreadyExistsError,
@@ -25,6 +25,7 @@ from engine.kv_cache.events import KvEvent, KvEventFeeds
 from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.loop.engine_thread import EngineThread
+from engine.loop.questions import EngineQuestions
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from engine.schedule.scheduler import Scheduler
 from kvstore.guard.status import BackendStatus
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine"]
 
-_T = TypeVar("_T")
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -59,6 +59,7 @@ class AsyncEngine:
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
         metrics: counts of requests and steps.
+        lends_prefixes: whether `lend_prefix` can lend.
         role: which requests it takes.
     """
 
@@ -70,6 +71,7 @@ class AsyncEngine:
         self.namespace = core.namespace
         self.form = core.form
         self.num_blocks = core.num_blocks
+        self.lends_prefixes = core.lends_prefixes
         self.kv_metrics = core.kv_metrics
         self.metrics = core.metrics
         self._core = core
@@ -78,13 +80,13 @@ class AsyncEngine:
         # Number of unacknowledged aborts by request id. Until then outputs of that id are dropped,
         # as a new request with the same id must not get the tokens of the old one.
         self._aborting: dict[str, int] = {}
-        self._resets: set[asyncio.Future[int]] = set()
         self._draining = False
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread = EngineThread(core, self._loop, self)
+        self._questions = EngineQuestions(self._thread, self._loop)
         self._feeds = KvEventFeeds(
             # A snapshot has at most one event with one key per block and slot.
             2 * (core.num_blocks + core.scheduler.kv.pool.num_slots) + _MIN_WAITING_EVENTS,
@@ -225,13 +227,16 @@ class AsyncEngine:
         """
         if self._has_stopped:
             raise _stopped()
-        answer: asyncio.Future[int] = self._loop.create_future()
-        self._resets.add(answer)
-        self._thread.ask(partial(_set_result, answer), Scheduler.reset_prefix_cache)
-        try:
-            return await answer
-        finally:
-            self._resets.discard(answer)
+        return await self._questions.reset_prefix_cache()
+
+    async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
+        """Lends the longest cached prefix of a prompt to another engine.
+
+        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease.
+        """
+        if self._has_stopped:
+            raise _stopped()
+        return await self._questions.lend_prefix(keys)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
         """Returns a feed of the prefix cache's changes; see `KvEventFeeds.follow`."""
@@ -272,9 +277,8 @@ class AsyncEngine:
         """Waits until no KV is being saved or lent, or the engine has stopped."""
         if self._has_stopped:
             return
-        answer: asyncio.Future[None] = self._loop.create_future()
-        self._thread.ask_when(partial(_set_result, answer), _has_no_saves)
-        await asyncio.wait((answer, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(UnavailableError):
+            await self._questions.wait_until(_has_no_saves)
 
     async def wait_failed(self) -> BaseException:
         """Waits until the engine dies of a bug; returns the cause. The process should end then.
@@ -393,15 +397,7 @@ class AsyncEngine:
                 for name in self._handlers
             ]
         )
-        for answer in self._resets:
-            if not answer.done():
-                answer.set_exception(error)
-
-
-def _set_result(answer: "asyncio.Future[_T]", result: _T) -> None:
-    """Sets the result of a future, unless it was cancelled."""
-    if not answer.done():
-        answer.set_result(result)
+        self._questions.end(error)
 
 
 def _has_no_saves(scheduler: Scheduler) -> bool:

@@ -96,7 +96,7 @@ class EngineThread:
         **kwargs: _P.kwargs,
     ) -> None:
         """Like `call`, but the result is passed to `answer`, on the event loop."""
-        self._put(lambda: self._post(answer, method(self._core.scheduler, *args, **kwargs)))
+        self._put(lambda: self.post(answer, method(self._core.scheduler, *args, **kwargs)))
 
     def ask_when(
         self, answer: Callable[[None], None], condition: Callable[[Scheduler], bool]
@@ -135,7 +135,7 @@ class EngineThread:
             self._core.finish_saves(_SAVES_S)
         except BaseException as error:
             _logger.exception("the engine loop died")
-            self._post(self._listener.on_failed, error)
+            self.post(self._listener.on_failed, error)
         finally:
             self._core.close()
 
@@ -155,19 +155,20 @@ class EngineThread:
         self._core.run_step(self._deliver)
         scheduler = self._core.scheduler
         if events := scheduler.kv.events.take_events():
-            self._post(self._listener.on_kv_events, events)
+            self.post(self._listener.on_kv_events, events)
         for wait in [wait for wait in self._waits if wait[0](scheduler)]:
             self._waits.remove(wait)
-            self._post(wait[1], None)
+            self.post(wait[1], None)
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
             self.load, self._called_at = scheduler.load(), called_at
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:
-            self._post(self._listener.on_outputs, outputs)
+            self.post(self._listener.on_outputs, outputs)
 
-    def _post(self, handler: Callable[[Any], None], argument: object) -> None:
+    def post(self, handler: Callable[[Any], None], argument: object) -> None:
+        """Calls a handler on the event loop. The engine's thread calls this."""
         try:
             self._loop.call_soon_threadsafe(handler, argument)
         except RuntimeError:

@@ -17,7 +17,7 @@ import grpc
 from baton.common.errors import BatonError, InternalError, UnavailableError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
@@ -309,6 +309,23 @@ class Replica:
         return await self._worker.GetLoad(
             worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
         )
+
+    async def lend_prefix(
+        self, namespace: bytes, keys: Sequence[bytes], timeout_s: float
+    ) -> prefill_pb2.KvHandoff | None:
+        """Asks the worker to lend the beginning of a prompt; None if it lends nothing of it.
+
+        Raises:
+            BatonError: it did not answer in time, refused, or was lost.
+        """
+        request = worker_pb2.LendPrefixRequest(namespace=namespace, keys=keys)
+        try:
+            answer = await self._worker.LendPrefix(
+                request, timeout=timeout_s, metadata=self._security.call_metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return answer.handoff if answer.HasField("handoff") else None
 
     async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
         """Changes the tier of the worker.

@@ -60,16 +60,24 @@ class PrefillReplica(Replica):
         return Capacity(min(info.max_model_len - 1, info.max_pool_tokens), info.max_num_seqs)
 
     async def prefill(
-        self, spec: RequestSpec, namespace: bytes
+        self,
+        spec: RequestSpec,
+        namespace: bytes,
+        prefix: prefill_pb2.KvHandoff | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Computes a prompt on the replica and yields its progress. The caller closes the
         generator, which cancels the call.
+
+        Args:
+            spec: the request.
+            namespace: digest that the router's block keys start from.
+            prefix: where leading blocks of the prompt are that another replica lends.
 
         Raises:
             ReplicaLostError: the replica was lost.
             BatonError: the replica answered with this error.
         """
-        message = prefill_pb2.PrefillRequest(namespace=namespace)
+        message = prefill_pb2.PrefillRequest(namespace=namespace, prefix=prefix)
         spec_to_proto(spec, message.spec)
         call = self._stub.Prefill(
             message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()

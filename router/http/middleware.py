@@ -24,6 +24,7 @@ from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
+from rpc.call_sessions import session_from
 from rpc.interceptors import CountCall
 from rpc.logs import CallInfo, log_fields, serving
 
@@ -288,7 +289,7 @@ class _Call:
         self.is_body_read = False
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self._echoed_id = given if _FIT_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        self.info = CallInfo(trace=_trace_of(scope))
+        self.info = CallInfo(trace=_trace_of(scope), session=_session_of(scope))
         self._set_id(self._echoed_id.decode())
 
     def lengthen_id(self) -> None:
@@ -335,6 +336,12 @@ def _credentials_of(scope: Scope) -> Sequence[str]:
         if name in (b"authorization", b"x-api-key"):
             given.setdefault(name, value.decode("latin-1"))
     return credentials_of(given.get(b"authorization"), given.get(b"x-api-key"))
+
+
+def _session_of(scope: Scope) -> str:
+    """The session that the headers name."""
+    headers = [(name, value) for name, value in scope["headers"] if name.startswith(b"x-")]
+    return session_from((name.decode("latin-1"), value) for name, value in headers)
 
 
 def _trace_of(scope: Scope) -> TraceContext | None:

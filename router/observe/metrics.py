@@ -71,6 +71,11 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_attempts": MetricInfo(
         "counter", "Calls of workers for requests, by result.", {"tier": _TIERS, "result": None}
     ),
+    "baton_router_prefix_pulls": MetricInfo(
+        "counter",
+        "Workers asked to lend the beginning of a prompt to another one.",
+        {"tier": _TIERS, "result": ("lent", "not lent")},
+    ),
     "baton_router_resumes": MetricInfo(
         "counter", "Requests that continued on another decode replica.", _MODEL
     ),
@@ -289,6 +294,9 @@ class RouterMetrics:
 
     def _count_attempt(self, attempt: Attempt) -> None:
         self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")
+        if attempt.pulled_from:
+            result = "lent" if attempt.pulled_tokens else "not lent"
+            self._metrics.add("baton_router_prefix_pulls", 1, attempt.tier, result)
         for stage in _STAGES[:-1]:
             duration_ms = getattr(attempt.timings, f"{stage}_ms")
             if duration_ms:

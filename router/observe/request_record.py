@@ -44,6 +44,10 @@ class Attempt:
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
         choice: why the worker was chosen; None if it was not chosen by costs.
+        pulled_from: `host:port` of the worker that was asked to lend the prompt's beginning; empty
+            if none was.
+        asked_s: seconds until it answered, before the call of the worker began.
+        pulled_tokens: tokens that it lent; 0 if it lent none.
     """
 
     tier: str
@@ -57,6 +61,9 @@ class Attempt:
     cached_tokens: int = 0
     error: str = ""
     choice: Choice | None = None
+    pulled_from: str = ""
+    asked_s: float = 0.0
+    pulled_tokens: int = 0
 
     def take(self, output: CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -77,6 +84,8 @@ class RequestRecord:
         model: the model's name.
         operation: text_completion or chat.
         tenant: the client's name; empty if clients have none.
+        session: what the conversation is known by that it belongs to (`router.routing.sessions`);
+            empty if the client names none.
         traceparent: the client's span; empty if it sent none.
         trace: the request's own span; None if this router sends no spans.
         parent_span_id: the client's span; empty if the request begins the trace.
@@ -101,6 +110,7 @@ class RequestRecord:
     model: str = ""
     operation: str = "text_completion"
     tenant: str = ""
+    session: bytes = b""
     traceparent: str = ""
     trace: TraceContext | None = None
     parent_span_id: str = ""

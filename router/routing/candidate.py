@@ -1,6 +1,6 @@
 """`Candidate` and `Prompt`: the facts that a routing policy compares replicas by. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -76,6 +76,7 @@ class Prompt:
         match: the cached blocks of the prompt.
         key: requests with an equal key belong together: those of one session, or with the same
             first blocks.
+        homes: by tier, the replica that served the last turn of its session, if one is known.
         num_output_tokens: tokens that it will probably generate.
         has_prefill_tier: whether prefill replicas compute prompts for decode.
         reuses_kv: whether cached KV serves it. A request for log-probabilities of its prompt
@@ -86,6 +87,7 @@ class Prompt:
     block_size: int
     match: CacheMatch
     key: bytes = b""
+    homes: Mapping[str, str] = field(default_factory=dict)
     num_output_tokens: float = 1.0
     has_prefill_tier: bool = True
     reuses_kv: bool = True

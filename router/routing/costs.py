@@ -79,17 +79,24 @@ def order_of(cost: Cost) -> tuple[bool, float, str]:
     return cost.lacks_room, cost.seconds, cost.replica_id
 
 
-def best_of(costs: Sequence[Cost]) -> Cost:
+def best_of(costs: Sequence[Cost], home: str = "") -> Cost:
     """Returns the best of one or more costs.
 
-    Seconds are measured, so a small difference says nothing. Of nearly equal ones that with the
-    most free blocks is the best, then the one that caches least: otherwise the replica that seems
-    the fastest would cache all conversations while the others idle.
+    Seconds are measured, so a small difference says nothing. Of nearly equal ones that of the
+    session's home is the best, then that with the most free blocks, then the one that caches
+    least: otherwise the replica that seems the fastest would cache all conversations while the
+    others idle.
+
+    Args:
+        costs: the costs.
+        home: the replica that served the last turn of the request's session; empty if none is
+            known.
     """
     least = min(costs, key=order_of)
     max_s = _EQUAL * least.seconds
     equals = [c for c in costs if c.seconds <= max_s and c.lacks_room == least.lacks_room]
-    return min(equals, key=_blocks_order) if len(equals) > 1 else least
+    at_home = next((cost for cost in equals if cost.replica_id == home), None)
+    return at_home or min(equals, key=_blocks_order)
 
 
 def _blocks_order(cost: Cost) -> tuple[float, float, int, float, str]:

@@ -8,8 +8,8 @@ none with room or has tokens already waits for a replica that takes it.
 """
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from baton.common.errors import (
     BatonError,
@@ -32,6 +32,7 @@ from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
 from router.stages.placement import Placement, fits
+from router.stages.pulling import PrefixPulls
 
 __all__ = ["DecodeStage"]
 
@@ -49,6 +50,7 @@ class DecodeStage:
     Args:
         fleet: the replicas.
         placement: chooses the replicas.
+        pulls: asks other replicas for the beginning of a prompt that decode computes itself.
         queue_timeout_s: how long a new request waits for a replica.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
@@ -58,12 +60,14 @@ class DecodeStage:
         self,
         fleet: Fleet,
         placement: Placement,
+        pulls: PrefixPulls,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
         self._placement = placement
+        self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
 
@@ -127,7 +131,8 @@ class DecodeStage:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields one replica's outputs up to the request's last, or raises its error."""
-        with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
+        started = self._stream(request, attempt, replica, progress, handoff)
+        async with started as (own, stream, pulled):
             is_last = False
             while not is_last:
                 if replica.is_leaving and self._may_move(request):
@@ -142,6 +147,7 @@ class DecodeStage:
                     # Not on the end of one of several candidates, which may come before the load:
                     # the token from prefill may have ended it.
                     handoff.release()
+                    pulled.release()
                 progress.add(output)
                 runs_on = output.finish_reason is None  # there; the caller may end it by a stop
                 try:
@@ -156,37 +162,45 @@ class DecodeStage:
         """
         return not request.spec.params.is_ranked and self._placement.may_decode(request)
 
-    @contextmanager
-    def _stream(
+    @asynccontextmanager
+    async def _stream(
         self,
         request: RoutedRequest,
         attempt: int,
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> Iterator[tuple[Attempt, DecodeStream]]:
-        """Starts a request on a replica; the context closes the stream."""
-        with replica.attempt(request.record) as own:
+    ) -> AsyncIterator[tuple[Attempt, DecodeStream, HeldHandoff]]:
+        """Starts a request on a replica; the context closes the stream.
+
+        Yields also the prefix that the replica pulls if it computes the prompt itself.
+        """
+        missing_blocks = self._placement.missing_blocks(request, replica)
+        with ExitStack() as ends, replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
+            reserved = replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline)
+            ends.enter_context(reserved)
+            is_loaded = handoff.message is not None
+            pull = None if is_loaded else self._pulls.plan(request, replica)
+            pulled = await self._pulls.borrow(request, pull, own)
+            ends.callback(pulled.release)
             command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
             start = command.start
             spec_to_proto(spec, start.spec)
             start.namespace = request.namespace
             if handoff.message is not None:
                 start.handoff.CopyFrom(handoff.message)
-            start.skip_lookup = handoff.message is None and handoff.has_waited_in_vain
+            if pulled.message is not None:
+                start.prefix.CopyFrom(pulled.message)
+            start.skip_lookup = not is_loaded and handoff.has_waited_in_vain
             progress.write_to(start)
-            missing_blocks = self._placement.missing_blocks(request, replica)
-            with replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline):
-                stream = replica.connection.start(command)
-                replica.log_start(spec)
-                # After `start`, which fails if the worker was lost: a record of a lost worker
-                # would never be forgotten.
-                self._placement.expect(request, replica)
-                try:
-                    yield own, stream
-                finally:
-                    stream.close()
+            stream = replica.connection.start(command)
+            ends.callback(stream.close)
+            replica.log_start(spec)
+            # After `start`, which fails if the worker was lost: a record of a lost worker would
+            # never be forgotten.
+            self._placement.expect(request, replica)
+            yield own, stream, pulled
 
     async def _next_replica(
         self,

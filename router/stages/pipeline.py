@@ -34,6 +34,7 @@ from router.requests.validation import validate_request
 from router.routing.cache_index import CacheIndex
 from router.routing.policies import make_policy
 from router.routing.policy import PolicySettings
+from router.routing.sessions import session_key
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
@@ -41,7 +42,9 @@ from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.placement import Placement
 from router.stages.prefill_stage import PrefillStage
+from router.stages.pulling import PrefixPulls
 from router.tenants.tenant import Tenant, tenant_of_call
+from rpc.logs import session_of_call
 
 __all__ = ["Pipeline"]
 
@@ -140,10 +143,14 @@ class Pipeline:
         limit = config.max_local_prefill_tokens
         max_local_tokens = limit if isinstance(limit, int) else None
         self._placement = placement = Placement(fleet, index, policy, max_local_tokens)
-        self._prefill = PrefillStage(fleet, placement, queue_timeout_s=config.queue_timeout_s)
+        pulls = PrefixPulls(fleet, index)
+        self._prefill = PrefillStage(
+            fleet, placement, pulls, queue_timeout_s=config.queue_timeout_s
+        )
         self._decode = DecodeStage(
             fleet,
             placement,
+            pulls,
             queue_timeout_s=config.queue_timeout_s,
             resume_timeout_s=config.resume_timeout_s,
         )
@@ -204,6 +211,7 @@ class Pipeline:
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
+            record.session = session_key(tenant.name, session_of_call())
             with self._log.recording(record, deadline):
                 routed = await self._prepare(request, prompt, params, deadline, record)
                 if (form := routed.spec.params.structured_outputs) is not None:

@@ -17,6 +17,7 @@ from router.routing.costs import (
     wants_remote_prefill,
 )
 from router.routing.policy import Choice, RoutingPolicy
+from router.routing.sessions import SessionHomes
 
 __all__ = ["Placement", "PromptPlan"]
 
@@ -61,6 +62,7 @@ class Placement:
         self._policy = policy
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._num_output_tokens = _FIRST_OUTPUT_TOKENS
+        self._sessions = SessionHomes()
 
     def pick_decode(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
@@ -121,6 +123,7 @@ class Placement:
 
     def expect(self, request: RoutedRequest, replica: Replica) -> None:
         """Notes that a request was sent to a replica, which will cache its prompt."""
+        self._sessions.note(request.record.session, replica.tier_name, replica.replica_id)
         self._index.expect(replica.replica_id, request.block_keys)
 
     def note_answer(self, num_tokens: int) -> None:
@@ -135,6 +138,7 @@ class Placement:
             block_size=request.block_size,
             match=self._index.match(request.block_keys, request.num_prompt_tokens),
             key=_key_of(request),
+            homes=self._sessions.homes(request.record.session),
             num_output_tokens=min(params.max_tokens, max(self._num_output_tokens, 1.0)),
             has_prefill_tier=bool(self._fleet.prefill.candidates),
             reuses_kv=params.prompt_logprobs is None,
@@ -189,7 +193,11 @@ def _take(
 
 
 def _key_of(request: RoutedRequest) -> bytes:
-    """Returns the key of requests that begin alike; shorter ones than a block have their tokens."""
+    """Returns the key of requests of one session, or that begin alike; prompts that are shorter
+    than a block have their tokens.
+    """
+    if request.record.session:
+        return request.record.session
     if request.block_keys:
         return request.block_keys[:_KEY_BLOCKS][-1]
     return repr(request.spec.prompt_token_ids).encode()

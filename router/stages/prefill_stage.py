@@ -32,8 +32,10 @@ from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
+from router.routing.pulls import Pull
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.placement import Placement
+from router.stages.pulling import PrefixPulls
 
 __all__ = ["PrefillCall", "PrefillStage", "Prompt"]
 
@@ -84,10 +86,22 @@ class PrefillCall:
         prompt: the prompt.
         replica: computes it.
         num_tokens: how many of its tokens the replica has to compute.
+        pulls: asks another replica for the prompt's beginning.
+        pull: what to ask for; None to ask nobody.
     """
 
-    def __init__(self, prompt: Prompt, replica: PrefillReplica, num_tokens: int) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        replica: PrefillReplica,
+        num_tokens: int,
+        pulls: PrefixPulls,
+        pull: Pull | None,
+    ) -> None:
         self._prompt = prompt
+        self._pulls = pulls
+        self._pull = pull
+        self._pulled = HeldHandoff()
         self._replica = replica
         self._number = len(prompt.tried)
         prompt.tried.add(replica.replica_id)
@@ -104,12 +118,16 @@ class PrefillCall:
             BatonError: the replica failed, or was lost.
         """
         request, replica = self._prompt.request, self._replica
-        with self._queued, replica.attempt(request.record) as self._attempt:
+        with ExitStack() as ends, self._queued, replica.attempt(request.record) as self._attempt:
             spec = request.spec.for_attempt(self._number, self._attempt.traceparent)
+            self._pulled = await self._pulls.borrow(request, self._pull, self._attempt)
+            ends.callback(self._pulled.release)
             replica.log_start(spec)
             try:
-                async with aclosing(replica.prefill(spec, request.namespace)) as events:
+                events = replica.prefill(spec, request.namespace, self._pulled.message)
+                async with aclosing(events):
                     async for event in events:
+                        self._pulled.release()  # it is loaded, or was given up
                         for output in self._apply(event):
                             yield output
             except _REPLICA_ERRORS as error:
@@ -169,13 +187,17 @@ class PrefillStage:
     Args:
         fleet: the replicas.
         placement: chooses the replicas.
+        pulls: asks other replicas for the beginning of a prompt.
         queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
             to wait.
     """
 
-    def __init__(self, fleet: Fleet, placement: Placement, *, queue_timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, placement: Placement, pulls: PrefixPulls, *, queue_timeout_s: float
+    ) -> None:
         self._fleet = fleet
         self._placement = placement
+        self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
 
     async def run(
@@ -254,5 +276,7 @@ class PrefillStage:
 
     def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
         cost = prompt.request.record.choices["prefill"].cost
+        pull = self._pulls.plan(prompt.request, replica)
+        num_tokens = cost.uncached_tokens - (pull.num_tokens if pull is not None else 0)
         self._placement.expect(prompt.request, replica)
-        return PrefillCall(prompt, replica, cost.uncached_tokens)
+        return PrefillCall(prompt, replica, num_tokens, self._pulls, pull)

@@ -414,6 +414,7 @@ class CheckedEngine:
             case AbortedError():
                 assert "could not be loaded" in output.error.message
                 assert self.config.kv_load_failure_policy == "fail"
+                assert request.handoff is not None or request.prefix is None
             case _:
                 assert isinstance(output.error, InternalError)
                 if "not finite" in output.error.message:

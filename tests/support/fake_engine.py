@@ -44,6 +44,9 @@ class FakeEngine:
         self.finished_candidates: list[tuple[str, int]] = []
         self.released: list[str] = []
         self.prefetched: list[KvHandoff] = []
+        self.lends_prefixes = False
+        self.lent_prefix: KvHandoff | None = None
+        self.asked_keys: list[tuple[bytes, ...]] = []
         self.num_cached_blocks = 0
         self.events: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
         self.num_followers = 0
@@ -110,6 +113,10 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> int:
         num_blocks, self.num_cached_blocks = self.num_cached_blocks, 0
         return num_blocks
+
+    async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
+        self.asked_keys.append(tuple(keys))
+        return self.lent_prefix
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         self.num_followers += 1

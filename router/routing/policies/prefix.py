@@ -32,11 +32,12 @@ class PrefixPolicy(RoutingPolicy):
 
     @override
     def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        best = best_of(costs)
+        home = prompt.homes.get(tier, "")
+        best = best_of(costs, home)
         if tier == "decode":
             return best, "least cost"
         most_cached = max(cost.cached_tokens for cost in costs)
-        warmest = best_of([cost for cost in costs if cost.cached_tokens == most_cached])
+        warmest = best_of([cost for cost in costs if cost.cached_tokens == most_cached], home)
         if warmest.cached_tokens < _MIN_WARM_SHARE * prompt.num_tokens:
             return best, "least cost"
         delay_s = warmest.seconds - best.seconds

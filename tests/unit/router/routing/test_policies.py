@@ -101,6 +101,23 @@ def test_nearly_equal_costs_are_decided_by_blocks():
     assert chooser.pick_prefill([quick, candidate("empty")], prompt()).replica_id == "full"
 
 
+def test_of_nearly_equal_costs_that_of_the_sessions_home_is_chosen():
+    chooser, homes = policy("prefix"), {"prefill": "p home", "decode": "d home"}
+    request = prompt(homes=homes)
+    for pick, home in ((chooser.pick_prefill, "p home"), (chooser.pick_decode, "d home")):
+        at_home = candidate(home, cached_share=0.9)
+        assert pick([at_home, candidate("other")], prompt()).replica_id == "other"
+        assert pick([at_home, candidate("other")], request).replica_id == home
+        busy = replace(at_home, queue_s=0.5, num_requests=9)
+        assert pick([busy, candidate("other")], request).replica_id == "other"
+
+
+def test_a_warmer_replica_than_the_home_is_chosen():
+    request = prompt({"warm": 90}, homes={"prefill": "home"})
+    chosen = policy("prefix").pick_prefill([candidate("home"), candidate("warm")], request)
+    assert chosen.replica_id == "warm"
+
+
 def test_decode_counts_streams_first_and_blocks_second():
     chooser = policy("prefix")
     free, used = candidate("free"), candidate("used", num_free_blocks=5_000)
