@@ -31,6 +31,9 @@ QUIET_METHODS = (
     "/baton.v1.ReplicaSetService/WatchReplicas",
     # Workers renew their announcements every few seconds.
     "/baton.v1.RegistrationService/",
+    # Processes of a router ask each other when they are asked.
+    "/baton.v1.RouterProcessService/",
+    "/baton.v1.RouterMetricsService/",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )

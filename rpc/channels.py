@@ -52,7 +52,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
     ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
-    ("grpc.so_reuseport", 0),  # a port in use is an error; two servers must not share it
+    # A port in use is an error, unless a server states that it shares its port.
+    ("grpc.so_reuseport", 0),
 )
 
 RETRIED_METHODS = (

@@ -149,6 +149,7 @@ class RpcServer:
         max_connections = self._access.max_connections or max_connections
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
         options["grpc.max_allowed_incoming_connections"] = max_connections
+        options["grpc.so_reuseport"] = int(self._access.shares_port)
         if self._access.connection_age is not None:
             options |= self._access.connection_age.options
         self._interceptor = CallInterceptor(

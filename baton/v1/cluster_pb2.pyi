@@ -271,10 +271,15 @@ class GetClusterResponse(google.protobuf.message.Message):
     ACTIVITY_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    NUM_PROCESSES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the router."""
     uptime_s: builtins.float
     """How long the router has run."""
+    num_processes: builtins.int
+    """How many processes of the router have answered: 1, or those of --processes. What follows from
+    requests is that of all of them. A replica's state is the worst that any of them sees.
+    """
     @property
     def activity(self) -> Global___RouterActivity:
         """What the router has done."""
@@ -295,10 +300,11 @@ class GetClusterResponse(google.protobuf.message.Message):
         activity: Global___RouterActivity | None = ...,
         replicas: collections.abc.Iterable[Global___ReplicaStatus] | None = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        num_processes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "num_processes", b"num_processes", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetClusterResponse: typing_extensions.TypeAlias = GetClusterResponse

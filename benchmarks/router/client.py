@@ -6,6 +6,7 @@ first-token times.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from baton.v1 import common_pb2, generation_pb2
 _PROMPT = "Return a list of names"
 _METHOD = "/baton.v1.GenerationService/GenerateStream"
 _READ_BYTES = 1 << 16
+_NUM_CHANNELS = 8
 
 
 async def _grpc_messages(channel: grpc.aio.Channel, num_tokens: int) -> AsyncGenerator[int, None]:
@@ -64,17 +66,24 @@ async def _http_messages(port: int, num_tokens: int) -> AsyncGenerator[int, None
         raise RuntimeError("a stream ended early")
 
 
+def _open_channel(port: int) -> grpc.aio.Channel:
+    """Opens a connection of its own, which leads to one of a router's processes."""
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options)
+
+
 class _Load:
     """Runs the requests of one server."""
 
     def __init__(self, kind: str, port: int) -> None:
         self._port = port
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}") if kind == "grpc" else None
+        channels = [_open_channel(port) for _ in range(_NUM_CHANNELS)] if kind == "grpc" else []
+        self._channels = itertools.cycle(channels) if channels else None
         self.num_messages = 0
 
     def _messages(self, num_tokens: int) -> AsyncGenerator[int, None]:
-        if self._channel is not None:
-            return _grpc_messages(self._channel, num_tokens)
+        if self._channels is not None:
+            return _grpc_messages(next(self._channels), num_tokens)
         return _http_messages(self._port, num_tokens)
 
     async def stream(self, num_tokens: int) -> float:

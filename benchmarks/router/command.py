@@ -1,4 +1,4 @@
-"""`baton bench router`: requests and streamed tokens in one router process, beside bare servers."""
+"""`baton bench router`: requests and streamed tokens of a router, beside bare servers."""
 
 import argparse
 import asyncio
@@ -19,6 +19,7 @@ from baton.common.errors import InternalError
 from baton.common.model_files.named_models import demo_model_path
 from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
 from benchmarks.report import Report, Table
+from benchmarks.workloads.kind import refuse_below
 from rpc.probe import wait_until_serving
 
 __all__ = ["add_args", "main"]
@@ -79,23 +80,32 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of the router (default: %(default)s)",
+    )
     add_output_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures what a router process costs, over gRPC and HTTP, beside a bare grpc.aio server and a
+    """Measures what a router costs, over gRPC and HTTP, beside a bare grpc.aio server and a
     bare uvicorn server that stream the same number of constant messages. The router's worker has
     no model: it sends a token per stream and step.
     """
     check_output_args(args)
-    rows = [_measure(load) for load in (_SMOKE_LOADS if args.smoke else _LOADS)]
+    refuse_below(1, processes=args.processes)
+    loads = _SMOKE_LOADS if args.smoke else _LOADS
+    rows = [_measure(load, args.processes) for load in loads]
     write_report(_report(args, [row for load_rows in rows for row in load_rows]), args)
     return 0
 
 
-def _measure(load: _RouterLoad) -> list[_Row]:
+def _measure(load: _RouterLoad, num_processes: int) -> list[_Row]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
-        servers = _start_servers(load, Path(folder), processes)
+        servers = _start_servers(load, num_processes, Path(folder), processes)
         return [
             _run_client(name, kind, process, port, load) for name, kind, process, port in servers
         ]
@@ -105,7 +115,9 @@ _Server = tuple[str, str, "subprocess.Popen[bytes]", int]
 """Its name, its protocol, its process and its port."""
 
 
-def _start_servers(load: _RouterLoad, folder: Path, processes: ExitStack) -> list[_Server]:
+def _start_servers(
+    load: _RouterLoad, num_processes: int, folder: Path, processes: ExitStack
+) -> list[_Server]:
     """Starts the bare servers and a router over a scripted worker."""
     step = str(load.step_ms)
     servers: list[_Server] = []
@@ -122,7 +134,8 @@ def _start_servers(load: _RouterLoad, folder: Path, processes: ExitStack) -> lis
     files = {"grpc": folder / "grpc", "http": folder / "http"}
     router = processes.enter_context(
         _running(
-            "router",
+            "baton.cli.router",
+            *("--processes", str(num_processes)),
             *("--model", str(demo_model_path()), "--decode", address, "--log-level", "error"),
             *("--grpc-port", "0", "--grpc-port-file", str(files["grpc"])),
             *("--port", "0", "--port-file", str(files["http"])),
@@ -177,9 +190,12 @@ def _run_client(
 
 
 def _cpu_seconds(pid: int) -> float:
-    """The processor time that a process has used."""
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(times[11]) + int(times[12])) / _TICKS_PER_S
+    """The processor time that a process and those that it has started have used."""
+    folder = Path(f"/proc/{pid}")
+    times = (folder / "stat").read_text().rpartition(")")[2].split()
+    children = (folder / "task" / str(pid) / "children").read_text().split()
+    own_s = (int(times[11]) + int(times[12])) / _TICKS_PER_S
+    return own_s + sum(_cpu_seconds(int(child)) for child in children)
 
 
 def _report(args: argparse.Namespace, rows: Sequence[_Row]) -> Report:
@@ -188,7 +204,8 @@ def _report(args: argparse.Namespace, rows: Sequence[_Row]) -> Report:
         *("tokens per CPU second", "first token beside it, ms"),
     )
     table = Table(
-        title="One router process, and bare servers that send one message per token",
+        title=f"A router of --processes {args.processes}, and bare servers that send one message "
+        "per token",
         columns=columns,
         rows=[list(asdict(row).values()) for row in rows],
         note="The load 'requests' has one token per request: its rows count requests.",

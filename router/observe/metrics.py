@@ -74,10 +74,15 @@ METRICS: dict[str, MetricInfo] = {
         "counter", "Requests that continued on another decode replica.", _MODEL
     ),
     "baton_router_replicas": MetricInfo(
-        "gauge", "Replicas by state.", {"model": None, "tier": _TIERS, "state": _STATES}
+        "gauge",
+        "Replicas by state.",
+        {"model": None, "tier": _TIERS, "state": _STATES},
+        across="max",
     ),
     "baton_router_stream_pause_seconds": MetricInfo(
-        "gauge", "How long streams pause after a message, because the event loop is late."
+        "gauge",
+        "How long streams pause after a message, because the event loop is late.",
+        across="max",
     ),
     "baton_router_refused_calls": MetricInfo(
         "counter",
