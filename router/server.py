@@ -66,7 +66,8 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 _LOGGER = logging.getLogger("baton.router")
 _HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
-_DRAIN_POLL_S = 0.05
+_POLL_S = 0.05
+_MAX_REPLICA_WAIT_S = 2.0
 
 
 class RouterService(Service):
@@ -164,19 +165,29 @@ class RouterService(Service):
             self.http = _http_server(self, config, security, link)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP and to serve metrics, if the config has ports for them, and to
-        answer other processes of the router, if there are any.
+        """Begins to answer HTTP and to serve metrics, if the config has ports for them. A process
+        that shares its ports takes its first calls now, over gRPC too, and answers the others.
 
         Raises:
             ConfigurationError: an address cannot be bound, or the port file cannot be written.
         """
         self._open.enter_context(self._metrics_port)
+        if self._link is not None:
+            await self._wait_for_replicas()
+            await self._server.listen()
         if self.http is not None:
             await self.http.start()
         if self._link is not None:
             await self._link.start(
                 MetricsServicer(self.metrics), self._process_servicer, self._registration
             )
+
+    async def _wait_for_replicas(self) -> None:
+        """Waits a moment until the models can be served, as other processes take the calls."""
+        for _ in range(math.ceil(_MAX_REPLICA_WAIT_S / _POLL_S)):
+            if self.models.can_serve:
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def read_metrics(self) -> bytes:
         """Returns the metrics of the router, in Prometheus' text format.
@@ -200,10 +211,10 @@ class RouterService(Service):
         await self._server.refuse_new()
         if self.http is not None:
             self.http.begin_drain()
-        for _ in range(math.ceil(timeout_s / _DRAIN_POLL_S)):
+        for _ in range(math.ceil(timeout_s / _POLL_S)):
             if not self._num_open:
                 return
-            await asyncio.sleep(_DRAIN_POLL_S)
+            await asyncio.sleep(_POLL_S)
         if self._num_open:
             _LOGGER.warning("the drain ends with %d calls under way", self._num_open)
 

@@ -143,11 +143,7 @@ class SharedAccounts(Accounts):
         is_locked = self._try_lock(lock)
         try:
             row = self._find(bucket, key)
-            counts = None if row is None else self._counts(row)
-            yield counts
-            # Ids have no rates; their rows are free again at once.
-            if row is not None and counts is not None and counts.is_unused(0.0):
-                self._write_key(row, _NO_KEY)
+            yield None if row is None else self._counts(row)
         finally:
             if is_locked:
                 fcntl.flock(lock, fcntl.LOCK_UN)
@@ -175,7 +171,7 @@ class SharedAccounts(Accounts):
                 time.sleep(0)  # a holder needs some microseconds, unless it is not running
 
     def _find(self, bucket: int, key: bytes) -> int | None:
-        """Returns the row of a key, which may be a new one; None if there is none left."""
+        """Returns the row of a key, perhaps one that was unused; None if all are in use."""
         rows = range(bucket * _ROWS_PER_BUCKET, (bucket + 1) * _ROWS_PER_BUCKET)
         keys = [self._read_key(row) for row in rows]
         if key in keys:

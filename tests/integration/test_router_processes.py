@@ -12,18 +12,27 @@ import pytest
 
 from baton.v1 import cluster_pb2
 from tests.support.router_processes import running_router_processes, until
-from tests.support.tenants import KEY, entry_of, write_tenants
+from tests.support.tenants import KEY, OTHER_KEY, entry_of, write_tenants
 
 COMPLETION = {"model": "demo_model", "prompt": "a list", "max_tokens": 2, "temperature": 0}
 _DONE = "baton_router_requests_total"
 
 
+TOKEN = "the-token-of-this-test"
+OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
+MAX_PER_MINUTE = 16
+
+pytestmark = pytest.mark.xdist_group("router-processes")
+
+
 @pytest.fixture(scope="module")
 def router(tmp_path_factory):
+    """One router for the tests of this module; the last one ends it."""
     folder = tmp_path_factory.mktemp("router")
-    flags = ("--metrics-port", "0", "--max-concurrent-requests", "6")
-    with running_router_processes(folder, *flags) as running:
-        until(lambda: all(is_ready(running) for _ in range(20)))
+    limited = entry_of("limited", OTHER_KEY, requests_per_minute=MAX_PER_MINUTE)
+    tenants = write_tenants(folder, entry_of("free", KEY), limited)
+    flags = ("--tenants", tenants, "--max-concurrent-requests", "10")
+    with running_router_processes(folder, *flags, token=TOKEN) as running:
         yield running
 
 
@@ -35,16 +44,16 @@ def is_ready(router) -> bool:
         return False
 
 
-def complete(router, *, key=None, request_id=None, **fields) -> httpx2.Response:
+def complete(router, *, key=KEY, request_id=None, **fields) -> httpx2.Response:
     """Sends a request on a connection of its own."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    headers |= {"X-Request-Id": request_id} if request_id else {}
+    headers = {"x-api-key": key} | ({"X-Request-Id": request_id} if request_id else {})
     url = f"http://{router.http}/v1/completions"
     return httpx2.post(url, json=COMPLETION | fields, headers=headers, timeout=30)
 
 
 def read_metrics(router) -> str:
-    answer = httpx2.get(f"http://{router.http}/metrics", timeout=10)
+    headers = dict(OPERATOR)
+    answer = httpx2.get(f"http://{router.http}/metrics", headers=headers, timeout=10)
     assert answer.status_code == 200
     return answer.text
 
@@ -82,29 +91,32 @@ def test_requests_are_spread_and_everything_counts_them_all(router):
     )
     assert replicas.endswith(" 1.0")
     with router.operators() as operators:
-        cluster = operators.GetCluster(cluster_pb2.GetClusterRequest(), timeout=10)
+        cluster = operators.GetCluster(
+            cluster_pb2.GetClusterRequest(), timeout=10, metadata=OPERATOR
+        )
         assert cluster.num_processes == 2
         assert sum(cluster.activity.finished.values()) == sum(ended.values())
         assert cluster.activity.first_token.count >= 24
         for number in range(24):
             request = cluster_pb2.GetTraceRequest(request_id=f"spread-{number}")
-            (trace,) = operators.GetTrace(request, timeout=10).traces
+            (trace,) = operators.GetTrace(request, timeout=10, metadata=OPERATOR).traces
             assert trace.outcome == "length"
-        latest = operators.GetTrace(cluster_pb2.GetTraceRequest(limit=24), timeout=10).traces
+        latest = cluster_pb2.GetTraceRequest(limit=24)
+        traces = operators.GetTrace(latest, timeout=10, metadata=OPERATOR).traces
         expected = [f"spread-{number}" for number in reversed(range(24))]
-        assert [trace.request_id for trace in latest] == expected
+        assert [trace.request_id for trace in traces] == expected
 
 
 def test_the_limit_of_requests_is_that_of_all_processes(router):
-    """Twelve requests at once, of which each process alone would take all that come to it."""
-    with ThreadPoolExecutor(12) as threads:
-        statuses = list(threads.map(lambda _: complete(router, max_tokens=200), range(12)))
-    codes = Counter(answer.status_code for answer in statuses)
-    assert codes[200] >= 6
-    assert set(codes) <= {200, 429, 503}
-    with ThreadPoolExecutor(6) as threads:  # nothing is left counted
-        answers = list(threads.map(lambda _: complete(router, max_tokens=50), range(6)))
-    assert [answer.status_code for answer in answers] == [200] * 6
+    """Each process alone would take ten of the fifteen."""
+    with ThreadPoolExecutor(15) as threads:
+        answers = list(threads.map(lambda _: complete(router, max_tokens=300), range(15)))
+    codes = Counter(answer.status_code for answer in answers)
+    assert set(codes) == {200, 429}
+    assert "10 requests are running" in next(a.text for a in answers if a.status_code == 429)
+    with ThreadPoolExecutor(10) as threads:  # nothing is left counted
+        answers = list(threads.map(lambda _: complete(router, max_tokens=20), range(10)))
+    assert [answer.status_code for answer in answers] == [200] * 10
 
 
 def test_a_killed_process_returns_while_others_serve_and_no_count_goes_back(router):
@@ -140,31 +152,31 @@ def test_a_port_in_use_is_refused_in_one_line(router):
     )
 
 
-def test_limits_of_a_client_hold_for_all_processes_and_a_signal_drains_all(tmp_path):
-    path = write_tenants(
-        tmp_path, entry_of("a", KEY, requests_per_minute=16, max_concurrent_requests=9)
-    )
-    with running_router_processes(tmp_path, "--tenants", path) as router:
-        until(lambda: all(is_ready(router) for _ in range(20)))
-        streams, first_tokens = [], threading.Barrier(9)
+def test_limits_of_a_client_hold_for_all_processes(router):
+    answers = [complete(router, key=OTHER_KEY) for _ in range(MAX_PER_MINUTE + 4)]
+    codes = Counter(answer.status_code for answer in answers)
+    assert codes[429] >= 3  # one flows in every four seconds
+    assert codes[200] >= MAX_PER_MINUTE
+    assert set(codes) == {200, 429}
 
-        def stream() -> str:
-            body = COMPLETION | {"stream": True, "max_tokens": 300}
-            url, headers = f"http://{router.http}/v1/completions", {"x-api-key": KEY}
-            text = ""
-            with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
-                for piece in answer.iter_text():
-                    if not text:
-                        first_tokens.wait(30)
-                    text += piece
-            return text
 
-        with ThreadPoolExecutor(8) as threads:
-            streams = [threads.submit(stream) for _ in range(8)]
-            first_tokens.wait(30)  # all of them run
-            codes = Counter(complete(router, key=KEY).status_code for _ in range(12))
-            assert codes == {200: 8, 429: 4}  # 16 in a minute, 8 of which are the streams
-            router.process.send_signal(signal.SIGTERM)
-            texts = [one.result() for one in streams]
-        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-        assert router.process.wait(30) == 0
+def test_a_signal_drains_all_processes(router):
+    have_begun = threading.Barrier(9)
+
+    def stream() -> str:
+        body = COMPLETION | {"stream": True, "max_tokens": 200}
+        url, headers, text = f"http://{router.http}/v1/completions", {"x-api-key": KEY}, ""
+        with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+            for piece in answer.iter_text():
+                if not text:
+                    have_begun.wait(30)
+                text += piece
+        return text
+
+    with ThreadPoolExecutor(8) as threads:
+        streams = [threads.submit(stream) for _ in range(8)]
+        have_begun.wait(30)
+        router.process.send_signal(signal.SIGTERM)
+        texts = [one.result() for one in streams]
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+    assert router.process.wait(30) == 0

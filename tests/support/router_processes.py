@@ -1,6 +1,7 @@
 """A router of two processes over a worker without a model, as processes of their own."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -76,9 +77,16 @@ def _number_of(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def running_router_processes(
-    folder: Path, *flags: str, step_ms: int = 5
+    folder: Path, *flags: str, token: str, step_ms: int = 5
 ) -> Iterator[RouterOfProcesses]:
-    """Runs a router of two processes on free ports until both can serve."""
+    """Runs a router of two processes on free ports; both listen.
+
+    Args:
+        folder: gets files.
+        flags: of the router.
+        token: of its cluster.
+        step_ms: time between two tokens of a stream.
+    """
     worker_file = folder / "worker"
     worker = [sys.executable, "-P", "-m", "benchmarks.router.scripted_worker", str(step_ms)]
     with contextlib.ExitStack() as stack:
@@ -90,7 +98,7 @@ def running_router_processes(
         command += ["--max-local-prefill-tokens", "1000000", "--log-level", "warning"]
         command += ["--port", "0", "--port-file", str(files[0])]
         command += ["--grpc-port", "0", "--grpc-port-file", str(files[1]), *flags]
-        process = stack.enter_context(_running(command))
+        process = stack.enter_context(_running(command, BATON_CLUSTER_TOKEN=token))
         http, grpc_port = (int(until(lambda file=file: _port_in(file))) for file in files)
         yield RouterOfProcesses(process, http, grpc_port)
 
@@ -100,8 +108,8 @@ def _port_in(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _running(command: list[str]) -> "Iterator[subprocess.Popen[bytes]]":
-    process = subprocess.Popen(command)
+def _running(command: list[str], **variables: str) -> "Iterator[subprocess.Popen[bytes]]":
+    process = subprocess.Popen(command, env={**os.environ, **variables})
     try:
         yield process
     finally:
