@@ -121,10 +121,12 @@ class RouterService(Service):
             Model(model, config, own_files, *parts)
             for model, own_files in zip(config.models, files, strict=True)
         )
+        # What other processes of the router relay, it relays to nobody.
+        self._registration = None if announcements is None else RegistrationServicer(announcements)
         if announcements is not None:
             server.add_servicer(
                 registration_pb2_grpc.add_RegistrationServiceServicer_to_server,
-                RegistrationServicer(announcements),
+                RegistrationServicer(announcements, None if link is None else link.others),
             )
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
@@ -181,7 +183,9 @@ class RouterService(Service):
         if self.http is not None:
             await self.http.start()
         if self._link is not None:
-            await self._link.start(MetricsServicer(self.metrics), self._process_servicer)
+            await self._link.start(
+                MetricsServicer(self.metrics), self._process_servicer, self._registration
+            )
 
     async def _wait_for_replicas(self) -> None:
         """Waits a moment until the models can be served, as other processes take the calls."""

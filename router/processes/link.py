@@ -4,6 +4,7 @@ from router.processes.other_processes import OtherProcesses
 from router.processes.place import ProcessPlace
 from router.processes.process_server import MetricsServicer, ProcessServer, ProcessServicer
 from router.processes.shared_counts import SharedAccounts
+from router.registration_servicer import RegistrationServicer
 
 __all__ = ["ProcessLink"]
 
@@ -28,13 +29,18 @@ class ProcessLink:
         self.accounts = SharedAccounts(place)
         self.others = OtherProcesses(place)
 
-    async def start(self, metrics: MetricsServicer, process: ProcessServicer) -> None:
+    async def start(
+        self,
+        metrics: MetricsServicer,
+        process: ProcessServicer,
+        registration: RegistrationServicer | None,
+    ) -> None:
         """Begins to answer the others, which tells the parent that this process listens.
 
         Raises:
             ConfigurationError: the socket cannot be made.
         """
-        self._server = ProcessServer(self._place.target, metrics, process)
+        self._server = ProcessServer(self._place.target, metrics, process, registration)
         await self._server.start()
 
     async def close(self) -> None:

@@ -7,7 +7,13 @@ from typing import Any, TypeVar
 import grpc
 
 from baton.common.errors import UnavailableError
-from baton.v1 import cluster_pb2, router_process_pb2, router_process_pb2_grpc
+from baton.v1 import (
+    cluster_pb2,
+    registration_pb2,
+    registration_pb2_grpc,
+    router_process_pb2,
+    router_process_pb2_grpc,
+)
 from router.processes.place import ProcessPlace
 from rpc.channels import open_channel
 
@@ -66,6 +72,16 @@ class OtherProcesses:
                 "the process that adds up the router's metrics does not answer"
             ) from None
 
+    async def announce(self, request: registration_pb2.AnnounceRequest) -> None:
+        """Passes the announcement of a worker on. One that does not answer hears of the next
+        renewal.
+        """
+        await self._relay(lambda stub: stub.Announce(request, timeout=_TIMEOUT_S))
+
+    async def withdraw(self, request: registration_pb2.WithdrawRequest) -> None:
+        """Passes the withdrawal of a worker on."""
+        await self._relay(lambda stub: stub.Withdraw(request, timeout=_TIMEOUT_S))
+
     async def close(self) -> None:
         """Closes the connections."""
         await asyncio.gather(*(channel.close() for channel in (*self._channels, self._parent)))
@@ -73,6 +89,15 @@ class OtherProcesses:
     async def _ask_all(self, ask: Callable[[Any], Awaitable[_Answer]]) -> list[_Answer | None]:
         """Asks all at once; returns None for those that do not answer."""
         return await asyncio.gather(*(_ask_one(channel, ask) for channel in self._channels))
+
+    async def _relay(self, call: Callable[[Any], Awaitable[Any]]) -> None:
+        """Makes a call to all at once; failures are no error."""
+        stubs = (
+            registration_pb2_grpc.RegistrationServiceStub(channel) for channel in self._channels
+        )
+        for answer in await asyncio.gather(*map(call, stubs), return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, grpc.aio.AioRpcError):
+                raise answer
 
 
 async def _ask_one(channel: grpc.aio.Channel, ask: _Ask[_Answer]) -> _Answer | None:

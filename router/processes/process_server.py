@@ -11,7 +11,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typing_extensions import override
 
 from baton.common.errors import ConfigurationError
-from baton.v1 import cluster_pb2, router_process_pb2, router_process_pb2_grpc
+from baton.v1 import (
+    cluster_pb2,
+    registration_pb2_grpc,
+    router_process_pb2,
+    router_process_pb2_grpc,
+)
+from router.registration_servicer import RegistrationServicer
 from rpc.channels import SERVER_OPTIONS
 from rpc.interceptors import CallInterceptor
 from rpc.standard_services import HealthServicer
@@ -75,10 +81,15 @@ class ProcessServer:
         target: the socket, as a gRPC target.
         metrics: answers with metrics.
         process: answers for a process that serves requests; None for one that serves none.
+        registration: takes what workers have announced to others; None if none can.
     """
 
     def __init__(
-        self, target: str, metrics: MetricsServicer, process: ProcessServicer | None = None
+        self,
+        target: str,
+        metrics: MetricsServicer,
+        process: ProcessServicer | None = None,
+        registration: RegistrationServicer | None = None,
     ) -> None:
         self._target = target
         health = HealthServicer(())
@@ -89,6 +100,10 @@ class ProcessServer:
         if process is not None:
             router_process_pb2_grpc.add_RouterProcessServiceServicer_to_server(
                 process, self._server
+            )
+        if registration is not None:
+            registration_pb2_grpc.add_RegistrationServiceServicer_to_server(
+                registration, self._server
             )
 
     async def start(self) -> None:
