@@ -8,6 +8,7 @@ from baton.common.errors import PermissionDeniedError, UnauthenticatedError
 from baton.common.security.certificates import Certificates
 from baton.common.security.cluster import ClusterSecurity, is_loopback
 from router.config.security import RouterSecurityConfig
+from router.processes.counts import Accounts
 from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import Authorize
@@ -24,6 +25,7 @@ class RouterSecurity:
     Args:
         config: the paths.
         count_refusal: called with each call of a client that is refused.
+        accounts: where the clients' use of their limits is counted; None for this process.
 
     Attributes:
         cluster: for calls to workers.
@@ -35,12 +37,15 @@ class RouterSecurity:
     """
 
     def __init__(
-        self, config: RouterSecurityConfig, count_refusal: CountRefusal = count_nothing
+        self,
+        config: RouterSecurityConfig,
+        count_refusal: CountRefusal = count_nothing,
+        accounts: Accounts | None = None,
     ) -> None:
         files = config.clients
         self.certificates = Certificates(files) if files.certfile is not None else None
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
-        self.tenants = Tenants(config.tenants, count_refusal=count_refusal)
+        self.tenants = Tenants(config.tenants, count_refusal=count_refusal, accounts=accounts)
         self._verify_mode = config.clients.verify_mode
         cas = {None if one is None else one.ca_certs for one in (files, config.worker_files)}
         self._is_one_ca = len(cas) == 1 and cas != {None}

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from typing_extensions import override
 
 from baton.common.observe.metrics_collector import MetricsCollector
@@ -21,6 +21,9 @@ from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
 from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
+from router.processes.link import ProcessLink
+from router.processes.place import ProcessPlace
+from router.processes.process_server import MetricsServicer, ProcessServicer
 from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
@@ -54,7 +57,8 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 _LOGGER = logging.getLogger("baton.router")
 _HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
-_DRAIN_POLL_S = 0.05
+_POLL_S = 0.05
+_MAX_REPLICA_WAIT_S = 2.0
 
 
 class RouterService(Service):
@@ -66,6 +70,7 @@ class RouterService(Service):
         server: gets the servicer, and is set serving while the router can serve.
         security: certificates and credentials, towards clients and workers.
         metrics: counts requests and calls.
+        link: connects this process with others of the same router; None if there are none.
 
     Attributes:
         models: the served models.
@@ -85,10 +90,13 @@ class RouterService(Service):
         server: RpcServer,
         security: RouterSecurity,
         metrics: RouterMetrics | None = None,
+        link: ProcessLink | None = None,
     ) -> None:
         self._server = server
         self._security = security
-        self._admission = Admission(config.max_concurrent_requests)
+        self._link = link
+        accounts = None if link is None else link.accounts
+        self._admission = Admission(config.max_concurrent_requests, accounts)
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
@@ -115,9 +123,11 @@ class RouterService(Service):
         )
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
-        server.add_servicer(
-            cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
-            ClusterServicer(self.log, status, self.models),
+        others = None if link is None else link.others
+        operators = ClusterServicer(self.log, status, self.models, others)
+        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, operators)
+        self._process_servicer = ProcessServicer(
+            partial(status.describe, asks_replicas=False), operators.traces_here
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -138,17 +148,40 @@ class RouterService(Service):
         self._open = ExitStack()
         self.http: HttpServer | None = None
         if config.http.port is not None:
-            self.http = _http_server(self, config, security)
+            self.http = _http_server(self, config, security, link)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP and to serve metrics, if the config has ports for them.
+        """Begins to answer HTTP and to serve metrics, if the config has ports for them. A process
+        that shares its ports takes its first calls now, over gRPC too, and answers the others.
 
         Raises:
             ConfigurationError: an address cannot be bound, or the port file cannot be written.
         """
         self._open.enter_context(self._metrics_port)
+        if self._link is not None:
+            await self._wait_for_replicas()
+            await self._server.listen()
         if self.http is not None:
             await self.http.start()
+        if self._link is not None:
+            await self._link.start(MetricsServicer(self.metrics), self._process_servicer)
+
+    async def _wait_for_replicas(self) -> None:
+        """Waits a moment until the models can be served, as other processes take the calls."""
+        for _ in range(math.ceil(_MAX_REPLICA_WAIT_S / _POLL_S)):
+            if self.models.can_serve:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def read_metrics(self) -> bytes:
+        """Returns the metrics of the router, in Prometheus' text format.
+
+        Raises:
+            UnavailableError: those of its other processes cannot be read.
+        """
+        if self._link is not None:
+            return await self._link.others.metrics()
+        return await asyncio.to_thread(generate_latest, self.metrics)
 
     def count_call(self, protocol: str, status: str) -> None:
         """Counts a call of a client that has ended; see `RouterMetrics`."""
@@ -162,10 +195,10 @@ class RouterService(Service):
         await self._server.refuse_new()
         if self.http is not None:
             self.http.begin_drain()
-        for _ in range(math.ceil(timeout_s / _DRAIN_POLL_S)):
+        for _ in range(math.ceil(timeout_s / _POLL_S)):
             if not self._num_open:
                 return
-            await asyncio.sleep(_DRAIN_POLL_S)
+            await asyncio.sleep(_POLL_S)
         if self._num_open:
             _LOGGER.warning("the drain ends with %d calls under way", self._num_open)
 
@@ -182,6 +215,8 @@ class RouterService(Service):
             task.cancel()
         await asyncio.to_thread(self._open.close)
         await self.models.close()
+        if self._link is not None:
+            await self._link.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -222,7 +257,10 @@ def _replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
 
 
 def _http_server(
-    service: RouterService, config: RouterConfig, security: RouterSecurity
+    service: RouterService,
+    config: RouterConfig,
+    security: RouterSecurity,
+    link: ProcessLink | None,
 ) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
@@ -233,11 +271,12 @@ def _http_server(
         service.models,
         http,
         security.tenants,
-        service.metrics,
+        service.read_metrics,
         service.metrics_access.admits,
         partial(service.count_call, "http"),
+        None if link is None else link.accounts,
     )
-    return HttpServer(app, http, security.http_context())
+    return HttpServer(app, http, security.http_context(), shares_port=link is not None)
 
 
 def access_of(
@@ -279,13 +318,15 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
-    metrics = RouterMetrics()
-    security = RouterSecurity(config.security, metrics.count_refusal)
+    metrics, place = RouterMetrics(), ProcessPlace.from_environment()
+    link = None if place is None else ProcessLink(place)
+    accounts = None if link is None else link.accounts
+    security = RouterSecurity(config.security, metrics.count_refusal, accounts)
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
         files = await asyncio.gather(*loads)
-        service = RouterService(config, files, server, security, metrics)
+        service = RouterService(config, files, server, security, metrics, link)
         try:
             await service.start_http()
         except BaseException:
@@ -294,6 +335,7 @@ async def run(config: RouterConfig) -> None:
         return service
 
     access = access_of(config, security, partial(metrics.count_call, "grpc"))
+    access = replace(access, shares_port=link is not None)
     await serve(config.grpc, SERVICE_NAMES, start, access)
 
 

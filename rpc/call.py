@@ -29,6 +29,9 @@ QUIET_METHODS = (
     "/baton.v1.WorkerService/WatchLoad",
     "/baton.v1.WorkerService/WatchKvEvents",
     "/baton.v1.ReplicaSetService/WatchReplicas",
+    # Processes of a router ask each other when they are asked.
+    "/baton.v1.RouterProcessService/",
+    "/baton.v1.RouterMetricsService/",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )

@@ -57,7 +57,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # beyond 3,000. Servers have limits of their own, whose refusals say when to try again.
     ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
-    ("grpc.so_reuseport", 0),  # a port in use is an error; two servers must not share it
+    # A port in use is an error, unless a server states that it shares its port.
+    ("grpc.so_reuseport", 0),
 )
 
 RETRIED_METHODS = (

@@ -109,11 +109,14 @@ class _Rates:
         return sum(part(new) - part(old) for old, new in pairs) / most if most > 0 else None
 
     def of_router(self, count: Callable[[cluster_pb2.RouterActivity], int]) -> float | None:
-        """The growth of a count of the router per second; None if the router is another one."""
+        """The growth of a count of the router per second; None if the router is another one. What
+        one of its processes had counted is missing once it has ended.
+        """
         before, now = self.before, self.now.cluster
         if before is None or now.uptime_s < before.cluster.uptime_s:
             return None
-        return (count(now.activity) - count(before.cluster.activity)) / self._elapsed_s
+        grown = count(now.activity) - count(before.cluster.activity)
+        return max(grown, 0) / self._elapsed_s
 
     @property
     def _elapsed_s(self) -> float:
@@ -196,6 +199,8 @@ def _header(address: str, now: Sample | None, problem: str) -> Iterator[Line]:
     if now is not None:
         version, uptime = _head(now.cluster.version, 16), _duration(now.cluster.uptime_s)
         where += f"  baton {version}  up {uptime}"
+        if now.cluster.num_processes > 1:
+            where += f"  {now.cluster.num_processes} processes"
     yield Line(where, Style.HEAD)
     if problem:
         yield Line(f"NO ANSWER, trying again: {_head(problem, 200)}", Style.BAD)

@@ -115,15 +115,15 @@ def _choice(choice: cluster_pb2.ReplicaChoice) -> Iterator[str]:
     """Yields the costs that a replica was chosen by, in milliseconds, the chosen one first."""
     yield f"{choice.tier}: {choice.reason} ({choice.policy}, {choice.num_candidates} replicas)"
     yield (
-        f"  {'replica':<{_REPLICA_CHARS}}{'cost':>9}{'queue':>9}{'compute':>9}{'load':>9}"
-        f"{'decode':>9}{'tokens':>8}{'runs':>6}"
+        f"  {'replica':<{_REPLICA_CHARS}}{'cost':>8}{'queue':>8}{'compute':>8}{'load':>8}"
+        f"{'decode':>8}{'tokens':>7}{'runs':>5}{'share':>6}"
     )
     for cost in choice.costs:
         parts = (cost.seconds, cost.queue_s, cost.compute_s, cost.load_s, cost.decode_s)
         yield (
             f"  {end_of(cost.replica, _REPLICA_CHARS - 1):<{_REPLICA_CHARS}}"
-            f"{''.join(f'{seconds * 1000:>9.1f}' for seconds in parts)}"
-            f"{cost.uncached_tokens:>8}{cost.num_requests:>6}"
+            f"{''.join(f'{seconds * 1000:>8.1f}' for seconds in parts)}"
+            f"{cost.uncached_tokens:>7}{cost.num_requests:>5}{cost.weight:>6.1f}"
         )
 
 

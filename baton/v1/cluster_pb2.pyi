@@ -278,9 +278,7 @@ Global___ReplicaChoice: typing_extensions.TypeAlias = ReplicaChoice
 
 @typing.final
 class ReplicaCost(google.protobuf.message.Message):
-    """What a request would have cost on a replica. Its seconds are those of its parts, over the
-    replica's share of the load, which is less than 1 while it has just started.
-    """
+    """What a request would have cost on a replica. Its seconds are those of its parts, over `weight`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -292,6 +290,7 @@ class ReplicaCost(google.protobuf.message.Message):
     QUEUE_S_FIELD_NUMBER: builtins.int
     DECODE_S_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     replica: builtins.str
     """The replica's `host:port`."""
     seconds: builtins.float
@@ -308,6 +307,8 @@ class ReplicaCost(google.protobuf.message.Message):
     """Time to generate the answer beside the requests that were there; 0 on prefill."""
     num_requests: builtins.int
     """Requests that were there."""
+    weight: builtins.float
+    """The replica's share of the load beside others; less than 1 while it has just started."""
     def __init__(
         self,
         *,
@@ -319,8 +320,9 @@ class ReplicaCost(google.protobuf.message.Message):
         queue_s: builtins.float = ...,
         decode_s: builtins.float = ...,
         num_requests: builtins.int = ...,
+        weight: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_s", b"compute_s", "decode_s", b"decode_s", "load_s", b"load_s", "num_requests", b"num_requests", "queue_s", b"queue_s", "replica", b"replica", "seconds", b"seconds", "uncached_tokens", b"uncached_tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_s", b"compute_s", "decode_s", b"decode_s", "load_s", b"load_s", "num_requests", b"num_requests", "queue_s", b"queue_s", "replica", b"replica", "seconds", b"seconds", "uncached_tokens", b"uncached_tokens", "weight", b"weight"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReplicaCost: typing_extensions.TypeAlias = ReplicaCost
@@ -382,10 +384,15 @@ class GetClusterResponse(google.protobuf.message.Message):
     ACTIVITY_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    NUM_PROCESSES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the router."""
     uptime_s: builtins.float
     """How long the router has run."""
+    num_processes: builtins.int
+    """How many processes of the router have answered: 1, or those of --processes. What follows from
+    requests is that of all of them. A replica's state is the worst that any of them sees.
+    """
     @property
     def activity(self) -> Global___RouterActivity:
         """What the router has done."""
@@ -406,10 +413,11 @@ class GetClusterResponse(google.protobuf.message.Message):
         activity: Global___RouterActivity | None = ...,
         replicas: collections.abc.Iterable[Global___ReplicaStatus] | None = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        num_processes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "num_processes", b"num_processes", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetClusterResponse: typing_extensions.TypeAlias = GetClusterResponse

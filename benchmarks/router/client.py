@@ -21,7 +21,7 @@ from rpc.process_limits import raise_descriptor_limit
 _PROMPT = "Return a list of names"
 _METHOD = "/baton.v1.GenerationService/GenerateStream"
 _READ_BYTES = 1 << 16
-_STREAMS_PER_CHANNEL = 1000
+_STREAMS_PER_CHANNEL = 100
 _MAX_CHANNELS = 16
 _MAX_CONNECTING = 256
 """The most connections that are opened at the same time, far below a server's backlog."""
@@ -89,7 +89,9 @@ class _Load:
         return _http_messages(self._port, num_tokens, self._connecting)
 
     def _channel(self) -> grpc.aio.Channel:
-        """The channel of the next stream. Clients of many streams are many."""
+        """The channel of the next stream, which one process of the router serves. Clients of many
+        streams are many.
+        """
         number = self._num_streams // _STREAMS_PER_CHANNEL % _MAX_CHANNELS
         self._num_streams += 1
         if number == len(self._channels):

@@ -12,6 +12,7 @@ from benchmarks.router.decision import decision_table, measure_decisions
 from benchmarks.router.idle import idle_table, measure_idle
 from benchmarks.router.long_prompts import long_prompt_table, measure_long_prompts
 from benchmarks.router.streams import measure_streams, stream_table
+from benchmarks.workloads.kind import refuse_below
 
 __all__ = ["add_args", "main"]
 
@@ -50,6 +51,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of the router in the part streams (default: %(default)s)",
+    )
     add_output_args(parser)
 
 
@@ -64,8 +72,14 @@ def main(args: argparse.Namespace) -> int:
     stream and step.
     """
     check_output_args(args)
+    refuse_below(1, processes=args.processes)
     names = args.part or [name for name, part in _PARTS.items() if part.is_default]
-    rows = {name: _PARTS[name].measure(is_smoke=args.smoke) for name in _PARTS if name in names}
+    options = {"streams": {"num_processes": args.processes}}
+    rows = {
+        name: _PARTS[name].measure(is_smoke=args.smoke, **options.get(name, {}))
+        for name in _PARTS
+        if name in names
+    }
     tables = [_PARTS[name].table(part_rows) for name, part_rows in rows.items()]
     title = "Router" + (", smoke test: no figures" if args.smoke else "")
     results = {name: [asdict(row) for row in part_rows] for name, part_rows in rows.items()}

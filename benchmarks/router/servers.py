@@ -107,7 +107,7 @@ def start_router(
     targets += [item for address in prefill for item in ("--prefill", address)]
     process = processes.enter_context(
         _running(
-            "router",
+            "baton.cli.router",
             *("--model", str(demo_model_path()), *targets, "--log-level", "error"),
             *("--grpc-port", "0", "--grpc-port-file", str(files["grpc"])),
             *("--port", "0", "--port-file", str(files["http"])),
@@ -128,9 +128,12 @@ def run_client(module: str, *arguments: object) -> bytes:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time that a process has used."""
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(times[11]) + int(times[12])) / _TICKS_PER_S
+    """Returns the processor time that a process and those that it has started have used."""
+    folder = Path(f"/proc/{pid}")
+    times = (folder / "stat").read_text().rpartition(")")[2].split()
+    children = (folder / "task" / str(pid) / "children").read_text().split()
+    own_s = (int(times[11]) + int(times[12])) / _TICKS_PER_S
+    return own_s + sum(cpu_seconds(int(child)) for child in children)
 
 
 def memory_bytes(pid: int, *, peak: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Part `streams`: streamed tokens and small requests in one router process, beside bare servers."""
+"""Part `streams`: streamed tokens and small requests in a router, beside bare servers."""
 
 import json
 import statistics
@@ -72,12 +72,16 @@ class StreamRow:
     first_token_ms: float
 
 
-def measure_streams(*, is_smoke: bool) -> list[StreamRow]:
+def measure_streams(*, is_smoke: bool, num_processes: int = 1) -> list[StreamRow]:
     """Measures each load on all servers; then 400 streams at 80% of what the router could stream,
     and no streams: the load of which the first tokens are compared.
+
+    Args:
+        is_smoke: whether everything is tiny.
+        num_processes: processes of the router.
     """
     loads = _SMOKE_LOADS if is_smoke else _LOADS
-    rows = [row for load in loads for row in _measure(load)]
+    rows = [row for load in loads for row in _measure(load, num_processes)]
     if is_smoke:
         return rows
     for kind in ("grpc", "http"):
@@ -90,7 +94,7 @@ def measure_streams(*, is_smoke: bool) -> list[StreamRow]:
         num_tokens = round(10_000 / step_ms)
         busy = _RouterLoad("80% of capacity", _MANY_STREAMS, 1, num_tokens, step_ms)
         for load in (busy, replace(busy, name="unloaded", num_streams=1)):
-            with _servers(load, has_floors=False) as servers:
+            with _servers(load, num_processes, has_floors=False) as servers:
                 rows += [
                     _run_load(name, served, server, load)
                     for name, served, server in servers
@@ -103,13 +107,15 @@ _Server = tuple[str, str, ServerProcess]
 """Its name, its protocol and its process."""
 
 
-def _measure(load: _RouterLoad) -> list[StreamRow]:
-    with _servers(load) as servers:
+def _measure(load: _RouterLoad, num_processes: int) -> list[StreamRow]:
+    with _servers(load, num_processes) as servers:
         return [_run_load(name, kind, server, load) for name, kind, server in servers]
 
 
 @contextmanager
-def _servers(load: _RouterLoad, *, has_floors: bool = True) -> Iterator[list[_Server]]:
+def _servers(
+    load: _RouterLoad, num_processes: int, *, has_floors: bool = True
+) -> Iterator[list[_Server]]:
     """Starts the bare servers and a router over a scripted worker."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
         folder, servers = Path(name), []
@@ -117,7 +123,8 @@ def _servers(load: _RouterLoad, *, has_floors: bool = True) -> Iterator[list[_Se
             floor = start_floor(kind, load.step_ms, folder, processes)
             servers.append((f"bare {kind}", kind, floor))
         decode = start_workers("decode", 1, load.step_ms, folder, processes)
-        router = start_router(folder, processes, decode=decode)
+        flags = ("--processes", str(num_processes))
+        router = start_router(folder, processes, decode=decode, flags=flags)
         yield [*servers, *((f"router {kind}", kind, router) for kind in router.ports)]
 
 
@@ -151,7 +158,7 @@ def stream_table(rows: Sequence[StreamRow]) -> Table:
         *("tokens per CPU second", "first token beside it, ms"),
     )
     return Table(
-        title="One router process, and bare servers that send one message per token",
+        title="A router, and bare servers that send one message per token",
         columns=columns,
         rows=[list(asdict(row).values()) for row in rows],
         note="The load 'requests' has one token per request: its rows count requests.",

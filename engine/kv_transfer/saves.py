@@ -26,8 +26,7 @@ from kvstore.jobs import SaveResult
 
 __all__ = ["Saves"]
 
-# The error of a save whose lease is over.
-_CANCELLED = "cancelled"
+_CANCELLED = "cancelled"  # the error of a save whose lease is over
 
 
 class Saves:
@@ -194,9 +193,8 @@ class Saves:
         return handoff
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Ends a handoff's lease and deletes its tail. Unknown ids are fine.
-
-        Full blocks in a store stay there for other requests.
+        """Ends a handoff's lease and deletes its tail; full blocks stay in a store for others.
+        Unknown ids are fine.
         """
         self._connector.end_lease(handoff_id)
         self._tails.release(handoff_id)
@@ -238,9 +236,8 @@ class Saves:
                 self._tails.drop_useless(group)
 
     def discard(self, group: SequenceGroup) -> None:
-        """Deletes all that the group has saved, as its KV is not finite.
-
-        The deletion follows the end of all open saves, so that none can come after it.
+        """Deletes all that the group has saved, as its KV is not finite, after the end of all open
+        saves.
         """
         group.transfer.is_poisoned = True
         self._clean_up(group)

@@ -348,11 +348,20 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
     )
 
 
-def flags_of_router(config: RouterConfig) -> list[str]:
-    """Returns the flags that describe a router of one model, from which `router_config_from_args`
-    makes an equal config.
+def flags_of_router(config: RouterConfig, models_file: str | None = None) -> list[str]:
+    """Returns the flags that describe a router, from which `router_config_from_args` makes an equal
+    config.
+
+    Args:
+        config: the router's.
+        models_file: the file of `--models` that its models are from; None if it has one model,
+            which gets flags.
     """
-    (model,) = config.models
+    if models_file is None:
+        (model,) = config.models
+        flags_of_models = flags_of_config(model)
+    else:
+        flags_of_models = ["--models", models_file]
     ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
     return [
         # Both servers share these flags, but for the ports, which are those of HTTP here.
@@ -363,7 +372,7 @@ def flags_of_router(config: RouterConfig) -> list[str]:
         *flags_of_config(config.metrics),
         *flags_of_config(config.tracing),
         *flags_of_config(ports),
-        *flags_of_config(model),
+        *flags_of_models,
         *flags_of_config(config),
     ]
 

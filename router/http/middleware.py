@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import CountCall
 from rpc.logs import CallInfo, log_fields, serving
@@ -54,6 +55,7 @@ class RequestMiddleware:
         body_timeout_s: how long a body may take.
         error_body_of: the shape of errors by path.
         count_call: called with the status of each answer.
+        running_ids: the ids of running requests.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RequestMiddleware:
         body_timeout_s: float,
         error_body_of: Callable[[str], ErrorBody],
         count_call: CountCall,
+        running_ids: RunningIds,
     ) -> None:
         self._app = app
         self._tenants = tenants
@@ -72,7 +75,7 @@ class RequestMiddleware:
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
         self._count_call = count_call
-        self._running_ids: set[tuple[str, str]] = set()
+        self._running_ids = running_ids
         self._arriving_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,14 +122,14 @@ class RequestMiddleware:
         tenant = self._tenants.find(_credentials_of(scope))
         with tenant.running():
             call.info.caller = tenant
-            if (tenant.name, call.request_id) in self._running_ids:
+            if not self._running_ids.begin(tenant.name, call.request_id):
                 call.lengthen_id()
-            key = (tenant.name, call.request_id)
-            self._running_ids.add(key)
+                return await self._serve(scope, receive, call, tenant.name)
+            noted_id = call.request_id
             try:
                 return await self._serve(scope, receive, call, tenant.name)
             finally:
-                self._running_ids.discard(key)
+                self._running_ids.end(tenant.name, noted_id)
 
     async def _serve(
         self, scope: Scope, receive: Receive, call: "_Call", client: str

@@ -75,31 +75,42 @@ METRICS: dict[str, MetricInfo] = {
         "counter", "Requests that continued on another decode replica.", _MODEL
     ),
     "baton_router_replicas": MetricInfo(
-        "gauge", "Replicas by state.", {"model": None, "tier": _TIERS, "state": _STATES}
+        "gauge",
+        "Replicas by state.",
+        {"model": None, "tier": _TIERS, "state": _STATES},
+        across="max",
     ),
     "baton_router_replica_backlog_seconds": MetricInfo(
-        "gauge", "Prompt work that a replica has still to do.", _REPLICA
+        "gauge", "Prompt work that a replica has still to do.", _REPLICA, across="max"
     ),
     "baton_router_replica_hit_ratio": MetricInfo(
         "gauge",
         "Share of prompt tokens that a replica has found in its prefix cache lately.",
         _REPLICA,
+        across="max",
     ),
     "baton_router_cached_blocks": MetricInfo(
         "gauge",
         "KV blocks in a replica's prefix cache, as the router believes and as the replica says.",
         _REPLICA | {"source": ("believed", "held")},
+        across="max",
     ),
     "baton_router_kv_events_absent": MetricInfo(
         "gauge",
         "Whether the router does not learn what is in a replica's prefix cache: 1 or 0.",
         _REPLICA,
+        across="max",
     ),
     "baton_router_kv_events_staleness_seconds": MetricInfo(
-        "gauge", "For how long an event of a replica is known that has not arrived.", _REPLICA
+        "gauge",
+        "For how long an event of a replica is known that has not arrived.",
+        _REPLICA,
+        across="max",
     ),
     "baton_router_stream_pause_seconds": MetricInfo(
-        "gauge", "How long streams pause after a message, because the event loop is late."
+        "gauge",
+        "How long streams pause after a message, because the event loop is late.",
+        across="max",
     ),
     "baton_router_refused_calls": MetricInfo(
         "counter",

@@ -185,9 +185,7 @@ class BlockTable:
             if all(depth != _UNKNOWN_DEPTH for depth, _ in places):
                 here = [p for p in places if p[0] < len(keys) and keys[p[0]] == p[1]]
                 return [(place, orphans[key]) for place, key in sorted(here)]
-        return [
-            (place, orphans[key] >> _DEPTH_BITS) for place, key in enumerate(keys) if key in orphans
-        ]
+        return [(place, orphans[key]) for place, key in enumerate(keys) if key in orphans]
 
     # Links from a block to the one before it, and back.
 

@@ -1,7 +1,7 @@
 """`Candidate` and `Prompt`: the facts that a routing policy compares replicas by. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from router.routing.cache_index import CacheMatch
@@ -37,6 +37,7 @@ class Candidate:
         load_token_s: seconds in which it loads the KV of a token that it does not cache.
         store_ids: identities of its KV stores.
         weight: the share of the load that it should get, beside a replica of weight 1.
+        used_share: the share of its blocks that requests hold.
     """
 
     replica_id: str
@@ -53,16 +54,16 @@ class Candidate:
     load_token_s: float = 0.0
     store_ids: tuple[str, ...] = ()
     weight: float = 1.0
+    used_share: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        used_share = 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        object.__setattr__(self, "used_share", used_share)
 
     @property
     def has_speeds(self) -> bool:
         """Whether it has reported how fast it is."""
         return self.prompt_token_s > 0 and self.decode_step_s > 0
-
-    @property
-    def used_share(self) -> float:
-        """The share of its blocks that requests hold."""
-        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +89,17 @@ class Prompt:
     num_output_tokens: float = 1.0
     has_prefill_tier: bool = True
     reuses_kv: bool = True
+    _stored_tokens: dict[tuple[str, ...], int] = field(default_factory=dict, init=False)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that hold the prompt, the partial one included."""
-        return -(-self.num_tokens // self.block_size)
-
-    def cached_tokens(self, candidate: Candidate) -> int:
-        """Leading tokens that a replica need not compute."""
-        if not self.reuses_kv:
-            return 0
-        return self.match.blocks(candidate.replica_id) * self.block_size
-
-    def stored_tokens(self, candidate: Candidate) -> int:
-        """Leading tokens that a replica can load from its KV stores."""
-        if not (self.reuses_kv and candidate.store_ids):
-            return 0
-        return self.match.stored_blocks(candidate.store_ids) * self.block_size
+    def stored_tokens(self, store_ids: tuple[str, ...]) -> int:
+        """Leading tokens that can be loaded from some KV stores. Replicas of a tier mostly have
+        the same ones, which are asked once.
+        """
+        tokens = self._stored_tokens.get(store_ids)
+        if tokens is None:
+            tokens = self.match.stored_blocks(store_ids) * self.block_size
+            self._stored_tokens[store_ids] = tokens
+        return tokens
 
 
 def with_speeds(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

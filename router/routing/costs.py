@@ -43,6 +43,7 @@ class Cost(NamedTuple):
         backlog_s: the part of it that has nothing to do with the request's KV: the queue, or on
             decode the sequences there.
         cached_tokens: leading tokens of the prompt that the replica caches.
+        saved_s: seconds to compute these.
         uncached_tokens: tokens that it would compute, or on decode have to get.
         compute_s: seconds to compute them.
         load_s: seconds to load those that are loaded.
@@ -52,6 +53,7 @@ class Cost(NamedTuple):
         used_share: the share of the pool's blocks that requests hold.
         cached_share: the share of them that is in the prefix cache.
         num_requests: requests that are there.
+        weight: the replica's share of the load, which divides the seconds.
     """
 
     replica_id: str
@@ -59,6 +61,7 @@ class Cost(NamedTuple):
     seconds: float
     backlog_s: float
     cached_tokens: int
+    saved_s: float
     uncached_tokens: int
     compute_s: float
     load_s: float
@@ -68,6 +71,7 @@ class Cost(NamedTuple):
     used_share: float
     cached_share: float
     num_requests: int
+    weight: float
 
 
 def order_of(cost: Cost) -> tuple[bool, float, str]:
@@ -97,21 +101,25 @@ def prefill_cost(candidate: Candidate, prompt: Prompt) -> Cost:
     cached_tokens, uncached_tokens, load_s = _work(candidate, prompt)
     compute_s = uncached_tokens * candidate.prompt_token_s
     queue_s, weight = candidate.queue_s, candidate.weight
-    return Cost(
-        candidate.replica_id,
-        candidate.address,
-        (compute_s + load_s + queue_s) / weight,
-        queue_s / weight,
-        cached_tokens,
-        uncached_tokens,
-        compute_s,
-        load_s,
-        queue_s,
-        0.0,
-        False,
-        candidate.used_share,
-        candidate.cached_share,
-        candidate.num_requests,
+    return Cost._make(  # in half the time of a call
+        (
+            candidate.replica_id,
+            candidate.address,
+            (compute_s + load_s + queue_s) / weight,
+            queue_s / weight,
+            cached_tokens,
+            cached_tokens * candidate.prompt_token_s,
+            uncached_tokens,
+            compute_s,
+            load_s,
+            queue_s,
+            0.0,
+            False,
+            candidate.used_share,
+            candidate.cached_share,
+            candidate.num_requests,
+            weight,
+        )
     )
 
 
@@ -130,23 +138,27 @@ def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
         compute_s = queue_s = 0.0
     taken_share = (candidate.num_requests + 1) / candidate.num_seats
     decode_s = prompt.num_output_tokens * taken_share * candidate.decode_step_s
-    missing_blocks = max(prompt.num_blocks - cached_tokens // prompt.block_size, 0)
+    missing_blocks = -(-missing_tokens // prompt.block_size)
     backlog_s, weight = queue_s + decode_s, candidate.weight
-    return Cost(
-        candidate.replica_id,
-        candidate.address,
-        (compute_s + load_s + backlog_s) / weight,
-        backlog_s / weight,
-        cached_tokens,
-        uncached_tokens,
-        compute_s,
-        load_s,
-        queue_s,
-        decode_s,
-        missing_blocks > candidate.num_free_blocks,
-        candidate.used_share,
-        candidate.cached_share,
-        candidate.num_requests,
+    return Cost._make(  # in half the time of a call
+        (
+            candidate.replica_id,
+            candidate.address,
+            (compute_s + load_s + backlog_s) / weight,
+            backlog_s / weight,
+            cached_tokens,
+            cached_tokens * candidate.prompt_token_s,
+            uncached_tokens,
+            compute_s,
+            load_s,
+            queue_s,
+            decode_s,
+            missing_blocks > candidate.num_free_blocks,
+            candidate.used_share,
+            candidate.cached_share,
+            candidate.num_requests,
+            weight,
+        )
     )
 
 
@@ -154,10 +166,13 @@ def _work(candidate: Candidate, prompt: Prompt) -> tuple[int, int, float]:
     """Returns how many tokens are cached, how many are to be computed, and the seconds to load the
     others. At least one token is computed: the next one is drawn from its logits.
     """
-    cached_tokens = min(prompt.cached_tokens(candidate), prompt.num_tokens)
-    uncached_tokens = max(prompt.num_tokens - cached_tokens, 1)
-    if candidate.load_token_s < candidate.prompt_token_s:
-        stored_tokens = min(prompt.stored_tokens(candidate), prompt.num_tokens - 1)
+    num_tokens = prompt.num_tokens
+    if not prompt.reuses_kv:
+        return 0, num_tokens, 0.0
+    cached_tokens = min(prompt.match.blocks(candidate.replica_id) * prompt.block_size, num_tokens)
+    uncached_tokens = num_tokens - cached_tokens or 1
+    if candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s:
+        stored_tokens = min(prompt.stored_tokens(candidate.store_ids), num_tokens - 1)
         if (loaded_tokens := stored_tokens - cached_tokens) > 0:
             load_s = loaded_tokens * candidate.load_token_s
             return cached_tokens, uncached_tokens - loaded_tokens, load_s

@@ -12,6 +12,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from router.config.router import MAX_WAITING
+from router.processes.counts import Accounts, LocalAccount, LocalAccounts
 
 __all__ = ["Admission", "Entrance", "Turns"]
 
@@ -67,7 +68,8 @@ class Admission:
 
     Args:
         max_requests: the most that run or wait at once; None for as many as the replicas run,
-            and `router.config.router.MAX_WAITING` that wait.
+            and `router.config.router.MAX_WAITING` that wait, in each process of the router.
+        accounts: where running requests are counted; None for this process.
 
     Attributes:
         read_num_seats: returns how many requests the replicas run at once.
@@ -75,12 +77,16 @@ class Admission:
         tokenizing: turns of calls that want tokens, or their text, and nothing else.
     """
 
-    def __init__(self, max_requests: int | None = None) -> None:
+    def __init__(self, max_requests: int | None = None, accounts: Accounts | None = None) -> None:
+        accounts = accounts or LocalAccounts()
         self.read_num_seats: Callable[[], int] = int
         self.rendering = Turns("a chat template", max_requests or MAX_WAITING)
         self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
-        self._running: set[tuple[str, str]] = set()
+        self._ids = accounts.running_ids("request")
+        is_limited = max_requests is not None
+        self._total = accounts.account("requests", "") if is_limited else LocalAccount()
+        self._num_running = 0
 
     @property
     def max_requests(self) -> int:
@@ -91,8 +97,8 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Number of running requests."""
-        return len(self._running)
+        """Number of requests that run in this process."""
+        return self._num_running
 
     @contextmanager
     def admit(self, request_id: str, client: str = "") -> Iterator[None]:
@@ -106,21 +112,33 @@ class Admission:
             AlreadyExistsError: a request with that id is running.
             ResourceExhaustedError: `max_requests` are running.
         """
-        key = (client, request_id)
-        if key in self._running:
+        if not self._ids.begin(client, request_id):
             raise AlreadyExistsError.for_request_id(request_id)
-        if len(self._running) >= self.max_requests:
-            raise ResourceExhaustedError(
-                f"{self.max_requests} requests are running, the most this router takes "
-                "(--max-concurrent-requests)",
-                _RETRY_AFTER_S,
-                reason=Reason.ROUTER_FULL,
-            )
-        self._running.add(key)
+        try:
+            with self._counted():
+                yield
+        finally:
+            self._ids.end(client, request_id)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a request, if there is room for it."""
+        with self._total.open() as counts:
+            if not counts.has_room(1, self.max_requests):
+                raise ResourceExhaustedError(
+                    f"{self.max_requests} requests are running, the most this router takes "
+                    "(--max-concurrent-requests)",
+                    _RETRY_AFTER_S,
+                    reason=Reason.ROUTER_FULL,
+                )
+            counts.add_running(1)
+        self._num_running += 1
         try:
             yield
         finally:
-            self._running.discard(key)
+            self._num_running -= 1
+            with self._total.open() as counts:
+                counts.add_running(-1)
 
 
 class Entrance:

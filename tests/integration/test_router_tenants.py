@@ -19,6 +19,8 @@ from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config.security import RouterSecurityConfig
 from router.config.tenants import TenantsConfig
+from router.tenants.tenant import Tenant
+from router.tenants.token_bucket import TokenBucket
 from rpc.errors import from_rpc_error
 from tests.support.fake_workers import EOS_TOKEN_ID, MODEL, FakeDecode, FakePrefill, FakeWorker
 from tests.support.running_http import RunningHttp, running_http
@@ -80,6 +82,11 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+def num_running_of(tenant: Tenant) -> int:
+    with tenant._account.open() as counts:
+        return counts.num_running
 
 
 def openai_client(api: RunningHttp, key: str) -> openai.AsyncOpenAI:
@@ -187,7 +194,9 @@ async def test_tokens_of_prompts_and_answers_count(tmp_path: Path):
         error = await error_of(generate(api, KEY))
         assert error.details() == "this client may use at most 41 tokens per minute"
         tenant = api.router.service._security.tenants.find([KEY])
-        assert tenant._tokens.wait_s(41, tenant._clock()) == pytest.approx(42 * 60 / 41, abs=3)
+        with tenant._account.open() as counts:
+            bucket = TokenBucket(41, tenant._clock(), counts.tokens)
+            assert bucket.wait_s(41, tenant._clock()) == pytest.approx(42 * 60 / 41, abs=3)
 
 
 async def test_running_requests_are_limited_and_freed(tmp_path: Path):
@@ -213,7 +222,7 @@ async def test_running_requests_are_limited_and_freed(tmp_path: Path):
         await decode.changes.until(lambda: decode.cancels)
         stream.cancel()
         tenant = api.router.service._security.tenants.find([KEY])
-        await until(lambda: not tenant._num_running)
+        await until(lambda: num_running_of(tenant) == 0)
 
 
 async def test_each_prompt_of_a_call_counts_as_a_request(tmp_path: Path):

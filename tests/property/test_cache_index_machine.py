@@ -25,9 +25,15 @@ from router.routing.replica_cache import KvEventError
 KEY_TOKENS = 2
 """Tokens that a block key stands for."""
 MAX_TOKENS = 17
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_TOKENS)
-REPLICAS = st.integers(0, 2)
-NUM_REPLICAS = 3
+# Prompts that share beginnings and branch.
+PROMPTS = st.builds(
+    lambda branch, length: ([0] * branch + [1] * MAX_TOKENS)[:length],
+    st.sampled_from([4, 8, MAX_TOKENS]),
+    st.integers(1, MAX_TOKENS),
+)
+REPLICAS = st.integers(0, 1)
+NUM_REPLICAS = 2
+AMOUNTS = st.integers(0, 99)
 # Windows in tokens, and spacings of states in tokens, of the models.
 MODELS = st.sampled_from(
     [((None,), None), ((None, None), None), ((None, 5), None), ((3,), None), ((None,), 4)]
@@ -77,6 +83,7 @@ class Worker:
             self.stream.append(response)
 
     def begin(self, tokens):
+        """Admits a prompt and computes it, if there is room."""
         chain = self.chain()
         keys = chain.extend_pool(tokens)
         match = self.kv.match_prefix(keys, len(tokens))
@@ -85,6 +92,7 @@ class Worker:
             table = self.kv.admit(len(tokens), match)
             computed = match.num_blocks * self.spec.block_size
             self.sequences.append(Sequence(list(tokens), chain, table, computed))
+            self.compute(self.sequences[-1], len(tokens))
 
     def compute(self, sequence, end):
         """Computes tokens up to `end` in one step; a sequence without room ends."""
@@ -131,6 +139,7 @@ class CacheIndexMachine(RuleBasedStateMachine):
         self.workers = {}
         self.readers = {}
         self.late = []
+        self.seen = [[0]]
         for number in range(NUM_REPLICAS):
             self.connect(number)
 
@@ -148,96 +157,78 @@ class CacheIndexMachine(RuleBasedStateMachine):
         cache = self.index.join(worker.name, worker.form)
         self.readers[number] = KvEventReader(cache, self.index.stored, list)
 
-    # What happens on the workers.
+    # What happens on the workers; each engine step sends its events.
 
-    @rule(number=REPLICAS, tokens=PROMPTS)
-    def begin(self, number, tokens):
+    @rule(number=REPLICAS, tokens=PROMPTS, ends=st.booleans())
+    def run(self, number, tokens, ends):
         worker = self.workers[number]
         worker.begin(tokens)
-        if worker.sequences:
-            worker.compute(worker.sequences[-1], len(worker.sequences[-1].tokens))
+        self.seen.append(tokens)
+        if ends and worker.sequences:
+            worker.end(worker.sequences[0])
+        worker.pump()
 
-    @rule(number=REPLICAS, index=st.integers(0, 9), num_tokens=st.integers(1, 4))
-    def generate(self, number, index, num_tokens):
+    @rule(number=REPLICAS, amount=AMOUNTS)
+    def generate(self, number, amount):
         worker = self.workers[number]
         if worker.sequences:
-            sequence = worker.sequences[index % len(worker.sequences)]
-            worker.compute(sequence, min(sequence.computed + num_tokens, MAX_TOKENS))
+            sequence = worker.sequences[amount % len(worker.sequences)]
+            worker.compute(sequence, min(sequence.computed + amount % 4 + 1, MAX_TOKENS))
+            self.seen.append(list(sequence.tokens))
+            worker.pump()
 
-    @rule(number=REPLICAS, index=st.integers(0, 9))
-    def end(self, number, index):
-        worker = self.workers[number]
-        if worker.sequences:
-            worker.end(worker.sequences[index % len(worker.sequences)])
+    @rule(number=REPLICAS, how=st.sampled_from(["evict", "discard", "reset"]), amount=AMOUNTS)
+    def shrink(self, number, how, amount):
+        """Another owner takes blocks for a moment, a block turns out to be corrupt, which makes a
+        hole, or an operator empties the cache.
+        """
+        kv = self.workers[number].kv
+        if how == "evict":
+            taken = kv.pool.allocate(min(amount % 16, kv.pool.num_free))
+            taken += kv.pool.allocate_slots(min(amount % 3, kv.pool.num_free_slots))
+            kv.pool.release(taken)
+        elif how == "discard" and (keys := kv.pool.cached_keys()):
+            kv.discard([keys[amount % len(keys)]])
+        elif how == "reset" and amount % 4 == 0:
+            kv.reset_prefix_cache()
+        self.workers[number].pump()
 
-    @rule(number=REPLICAS, num_blocks=st.integers(1, 12))
-    def evict(self, number, num_blocks):
-        """Another owner takes blocks for a moment."""
-        pool = self.workers[number].kv.pool
-        taken = pool.allocate(min(num_blocks, pool.num_free))
-        if pool.num_free_slots:
-            taken += pool.allocate_slots(1)
-        pool.release(taken)
-
-    @rule(number=REPLICAS, tokens=PROMPTS, index=st.integers(0, 9))
-    def discard(self, number, tokens, index):
-        """A block turns out to be corrupt, which makes a hole."""
-        worker = self.workers[number]
-        keys = worker.chain().extend_pool(tokens)
-        if keys:
-            worker.kv.discard([keys[index % len(keys)]])
-
-    @rule(number=REPLICAS)
-    def reset(self, number):
-        self.workers[number].kv.reset_prefix_cache()
-
-    @rule(number=REPLICAS)
-    def restart(self, number):
-        self.index.forget(self.workers[number].name)
-        del self.readers[number]
-        self.connect(number)
+    @rule(number=REPLICAS, tokens=PROMPTS, seconds=st.floats(0, 3))
+    def expect(self, number, tokens, seconds):
+        """The router sends a prompt, which may not arrive; time passes."""
+        keys = BlockKeyChain(b"n", KEY_TOKENS).extend(tokens)
+        self.index.expect(self.workers[number].name, tuple(keys))
+        self.now += seconds
+        self.run_deferred()
 
     # What happens to the streams.
 
-    @rule(number=REPLICAS)
-    def flush(self, number):
-        self.workers[number].pump()
-
-    @rule(number=REPLICAS, num_messages=st.integers(1, 5))
-    def deliver(self, number, num_messages):
-        stream = self.workers[number].stream
-        for _ in range(min(num_messages, len(stream))):
-            self.late.append((number, self.workers[number].name, stream[0]))
-            if not self.take(number, stream.popleft()):
-                return
-
-    @rule(number=REPLICAS)
-    def lose(self, number):
-        stream = self.workers[number].stream
-        if len(stream) > 1:  # the first message of a stream is never lost alone
-            stream.pop()
-
-    @rule(index=st.integers(0, 99))
-    def repeat(self, index):
-        """A message comes again, however old it is."""
-        if self.late:
-            number, name, message = self.late[index % len(self.late)]
-            if self.workers[number].name == name and self.readers[number].has_begun:
-                self.take(number, message)
-
-    @rule(number=REPLICAS)
-    def reconnect(self, number):
-        self.reopen(number)
-
-    @rule(number=REPLICAS, tokens=PROMPTS)
-    def expect(self, number, tokens):
+    @rule(number=REPLICAS, how=st.sampled_from(["deliver", "lose", "repeat"]), amount=AMOUNTS)
+    def transmit(self, number, how, amount):
+        """Messages arrive or are lost, or one comes again, however old it is."""
         worker = self.workers[number]
-        keys = BlockKeyChain(b"n", KEY_TOKENS).extend(tokens)
-        self.index.expect(worker.name, tuple(keys))
+        late = [message for name, message in self.late if name == worker.name]
+        if how == "lose" and len(worker.stream) > 1:  # a stream does not begin with a loss
+            del worker.stream[1 + amount % (len(worker.stream) - 1)]
+        elif how == "repeat" and late and self.readers[number].has_begun:
+            self.take(number, late[amount % len(late)])
+        elif how == "deliver":
+            for _ in range(min(amount % 4 + 1, len(worker.stream))):
+                self.late.append((worker.name, worker.stream[0]))
+                if not self.take(number, worker.stream.popleft()):
+                    return
 
-    @rule(seconds=st.floats(0, 3))
-    def wait(self, seconds):
-        self.now += seconds
+    @rule(number=REPLICAS, restarts=st.booleans())
+    def reconnect(self, number, restarts):
+        """The stream is opened again, or the worker starts again at the same address."""
+        if restarts:
+            self.index.forget(self.workers[number].name)
+            del self.readers[number]
+            self.connect(number)
+        else:
+            self.reopen(number)
+
+    def run_deferred(self):
         while self.deferred:
             self.deferred.popleft()()
 
@@ -251,8 +242,8 @@ class CacheIndexMachine(RuleBasedStateMachine):
 
     # What must hold.
 
-    @rule(tokens=PROMPTS)
-    def settle(self, tokens):
+    @rule()
+    def settle(self):
         """Within the bound after the last change the index agrees with every pool."""
         self.report()
         self.now += MAX_STALENESS_S + 0.1
@@ -263,16 +254,20 @@ class CacheIndexMachine(RuleBasedStateMachine):
             while worker.stream:
                 assert self.take(number, worker.stream.popleft())
             assert self.readers[number].has_begun
-        keys = tuple(BlockKeyChain(b"n", KEY_TOKENS).extend(tokens))
-        match = self.index.match(keys, len(tokens))
+        self.now += MAX_STALENESS_S + 0.1
+        self.index.match([b"k"], 1)  # expected blocks that have expired are removed
         for worker in self.workers.values():
             cache = self.index.join(worker.name, worker.form)
             for group, stored in enumerate(cache._blocks.stored):
                 assert stored == set(worker.kv.pool.cached_keys(group))
             assert cache.num_expected == 0
-            assert match.blocks(worker.name) == worker.match(tokens)
-        while self.deferred:
-            self.deferred.popleft()()
+        for tokens in self.seen[-20:]:
+            for end in (len(tokens), len(tokens) // 2 + 1):
+                keys = tuple(BlockKeyChain(b"n", KEY_TOKENS).extend(tokens[:end]))
+                match = self.index.match(keys, end)
+                for worker in self.workers.values():
+                    assert match.blocks(worker.name) == worker.match(tokens[:end])
+        self.run_deferred()
         num_blocks = sum(len(set(keys)) for keys in self.held().values())
         assert len(self.index) == num_blocks
         assert len(self.index._caches) == NUM_REPLICAS
@@ -303,13 +298,13 @@ class CacheIndexMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "index"):
+            self.settle()
             for worker in self.workers.values():
                 self.index.forget(worker.name)
-            while self.deferred:
-                self.deferred.popleft()()
+            self.run_deferred()
             assert len(self.index) == 0
             assert not self.index._shared
 
 
 TestCacheIndex = CacheIndexMachine.TestCase
-TestCacheIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCacheIndex.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -100,7 +100,7 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         there = {n for n, own in self.own.items() if own.sent_at <= taken_at - TRANSIT_S}
         num_tokens = self.others + sum(self.own[number].num_tokens for number in there)
         report = worker_pb2.WorkerLoad(
-            num_running=len(there),
+            num_running=len(there) + self.others // 10,
             num_queued_tokens=num_tokens,
             queued_prompt_s=num_tokens * TOKEN_S,
             num_free_blocks=1000 - num_tokens,

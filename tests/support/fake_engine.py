@@ -50,6 +50,7 @@ class FakeEngine:
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
+        self.age_s = 0.0
         self.handlers: dict[str, Callable[[EngineOutput], None]] = {}
         self._is_draining = False
         self._changed = asyncio.Event()
@@ -120,6 +121,7 @@ class FakeEngine:
             self._notify()
 
     def load(self) -> EngineLoad:
+        self.age_s += 1.0
         return EngineLoad(
             num_running=self.num_running,
             num_waiting=0,
@@ -128,6 +130,7 @@ class FakeEngine:
             num_blocks=self.num_blocks,
             draining=self._is_draining,
             role=self.role,
+            age_s=self.age_s,
         )
 
     async def drain(self, timeout_s: float) -> int:

@@ -214,5 +214,5 @@ class SimulatedTier:
         self._index.expect(choice.replica_id, job.keys)
         reserved = ExitStack()
         num_tokens = choice.cost.uncached_tokens if run is SimulatedReplica.prefill else 0
-        reserved.enter_context(replica.load.reserve(num_tokens, prompt.num_blocks))
+        reserved.enter_context(replica.load.reserve(num_tokens, len(job.keys) + 1))
         run(replica, job, reserved.close)

@@ -23,8 +23,9 @@ whole or hardly at all; a beginning that most prompts share makes no replica war
 class PrefixPolicy(RoutingPolicy):
     """Chooses the least cost in seconds. On prefill the replica that caches most of a prompt is
     preferred, if that is at least half, while it is later than the best other one by no more than
-    the tolerated delay: otherwise conversations would move at every wave of load, and each move
-    computes them again and evicts others.
+    the tolerated delay: otherwise conversations would move at every wave of load. A move computes
+    what was cached again, which the costs contain, and evicts as much of others, which they do
+    not: so it is delayed by no more than that is worth, either.
     """
 
     name = "prefix"
@@ -39,6 +40,6 @@ class PrefixPolicy(RoutingPolicy):
         if warmest.cached_tokens < _MIN_WARM_SHARE * prompt.num_tokens:
             return best, "least cost"
         delay_s = warmest.seconds - best.seconds
-        if delay_s <= self._settings.max_affinity_delay_s:
+        if delay_s <= min(self._settings.max_affinity_delay_s, warmest.saved_s):
             return warmest, "caches most of the prompt"
         return best, f"the warmest replica is later by {delay_s:.3f} s"

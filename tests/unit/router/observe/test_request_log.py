@@ -246,6 +246,7 @@ def choice_of(tier, *replicas):
             load_s=0.05,
             queue_s=0.15,
             num_requests=3,
+            weight=0.5,
         )
         for replica in replicas
     ]
@@ -270,8 +271,9 @@ def test_a_trace_says_why_its_replicas_were_chosen():
         "decode",
         "tokens",
         "runs",
+        "share",
     ]
-    assert chosen.split() == ["a:1", "300.0", "150.0", "100.0", "50.0", "0.0", "120", "3"]
+    assert chosen.split() == ["a:1", "300.0", "150.0", "100.0", "50.0", "0.0", "120", "3", "0.5"]
     assert other.split()[1:] == chosen.split()[1:]
     assert max(map(len, text.splitlines())) <= 80
 

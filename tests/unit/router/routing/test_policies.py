@@ -59,18 +59,25 @@ def test_every_policy_chooses_decode_replicas_with_room(name):
 
 
 def test_prefix_stays_with_the_warmest_replica_up_to_the_tolerated_delay():
-    chooser = policy("prefix", max_affinity_delay_s=2.0)
+    chooser = policy("prefix", max_affinity_delay_s=0.5)
     request = prompt({"warm": 80, "half": 60})
     cold, half = candidate("cold"), candidate("half")
     # The cold replica starts after 1 s, the half warm one after 0.4 s, the warm one 0.2 s after
     # its queue.
-    for queue_s, chosen in ((0.0, "warm"), (2.1, "warm"), (2.3, "half"), (30.0, "half")):
+    for queue_s, chosen in ((0.0, "warm"), (0.6, "warm"), (0.8, "half"), (30.0, "half")):
         warm = candidate("warm", queue_s=queue_s)
         assert chooser.pick_prefill([cold, half, warm], request).replica_id == chosen
     late = chooser.pick_prefill([cold, half, candidate("warm", queue_s=5.2)], request)
     assert late.reason == "the warmest replica is later by 5.000 s"
     strict = policy("prefix", max_affinity_delay_s=0.0)
     assert strict.pick_prefill([half, candidate("warm", queue_s=0.3)], request).replica_id == "half"
+
+
+def test_affinity_waits_no_longer_than_computing_again_takes():
+    chooser, request = policy("prefix", max_affinity_delay_s=100.0), prompt({"warm": 80})
+    for queue_s, chosen in ((1.55, "warm"), (1.65, "cold")):  # 0.8 s to compute what is cached
+        pair = [candidate("cold"), candidate("warm", queue_s=queue_s)]
+        assert chooser.pick_prefill(pair, request).replica_id == chosen
 
 
 def test_a_short_common_beginning_makes_no_replica_warm():
