@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
@@ -117,6 +118,14 @@ class Fleet:
         return self._no_prefill_policy if has_tier else "local"
 
     @property
+    def may_start_prompts(self) -> bool:
+        """Whether a prompt would soon be computed, and not only wait: a prefill replica has few, or
+        there is none.
+        """
+        candidates = self.prefill.candidates
+        return not candidates or any(replica.has_space for replica in candidates)
+
+    @property
     def num_seats(self) -> int:
         """How many sequences the decode replicas run at the same time."""
         return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
@@ -226,7 +235,7 @@ class Fleet:
             replica.tier,
             discovery,
             elsewhere,
-            replica,
+            partial(replica, on_space=self.waiting.offer),
             self._security,
             check=self._check,
             on_change=self._notify,

@@ -9,6 +9,16 @@ from router.fleet.policy import ReplicaState
 
 __all__ = ["ReplicaLoad"]
 
+_MIN_AHEAD = 2
+_AHEAD_SHARE = 4
+"""A replica without a free seat, or without free blocks, gets this part of the requests that it
+runs in advance, so that it has the next ones when some end. The others wait in the router, where
+tenants take turns.
+"""
+_MAX_QUEUED_TOKENS = 8192
+"""As many prompt tokens keep a prefill replica busy until the router can send the next ones."""
+_MIN_QUEUED_PROMPTS = 2
+
 
 class ReplicaLoad:
     """The load of one replica, as far as this router knows.
@@ -55,6 +65,23 @@ class ReplicaLoad:
         """Whether the replica can queue this request."""
         return self.has_room and not (self.refuses_grammars and _has_grammar(spec))
 
+    def may_start(self, num_blocks: int) -> bool:
+        """Whether a new request would soon run here, and not only wait.
+
+        Args:
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        number, running = self._num_requests_there, self.report.num_running
+        if number < self._info.max_num_seqs and num_blocks <= self._num_free_blocks:
+            return True
+        return number - running < max(running // _AHEAD_SHARE, _MIN_AHEAD)
+
+    @property
+    def may_queue_prompt(self) -> bool:
+        """Whether the replica has so few prompts to compute that it might soon lack some."""
+        num_tokens = max(self.report.num_queued_tokens, self._num_tokens)
+        return num_tokens < _MAX_QUEUED_TOKENS or self._num_requests < _MIN_QUEUED_PROMPTS
+
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that the replica has refused a request for lack of room, until its next report."""
         if _has_grammar(spec):
@@ -82,17 +109,22 @@ class ReplicaLoad:
 
     def state(self, overlap_blocks: int, weight: float) -> ReplicaState:
         """Returns the replica's state for the routing policy."""
-        free_blocks = self._in_keyed_blocks(self.report.num_free_blocks)
         num_blocks = self.num_blocks
         return ReplicaState(
             replica_id=self._info.worker_id,
             num_requests=self._num_requests_there,
             num_queued_tokens=max(self.report.num_queued_tokens, self._num_tokens),
-            num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
+            num_free_blocks=self._num_free_blocks,
             num_blocks=num_blocks,
             overlap_blocks=overlap_blocks,
             weight=weight,
         )
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """Blocks, of the size that block keys stand for, that no request holds or will fill."""
+        free_blocks = self._in_keyed_blocks(self.report.num_free_blocks)
+        return max(min(free_blocks, self.num_blocks - self._num_blocks), 0)
 
     @property
     def _num_requests_there(self) -> int:

@@ -1,7 +1,7 @@
 """The limits of requests: `Entrance` of those in preparation, `Admission` of running ones."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -20,6 +20,12 @@ _RUNNING_AT_ONCE = 2
 """
 _MAX_TOKENIZING = 256
 _RETRY_AFTER_S = 1.0
+_TENANT_SHARE = 4
+"""A tenant may have this many times the free places, and its weight more: alone it gets four fifths
+of them, and one that has few requests finds a place however many others have. The rule is that of
+A. K. Choudhury and E. L. Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
+Switches", IEEE/ACM Transactions on Networking 6 (2), 1998.
+"""
 _MAX_PER_ROUND = 4
 """Parsing, tokenizing and sending one request takes a few milliseconds."""
 
@@ -81,6 +87,7 @@ class Admission:
         self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
         self._running: set[tuple[str, str]] = set()
+        self._by_client: Counter[str] = Counter()
 
     @property
     def max_requests(self) -> int:
@@ -95,16 +102,19 @@ class Admission:
         return len(self._running)
 
     @contextmanager
-    def admit(self, request_id: str, client: str = "") -> Iterator[None]:
+    def admit(self, request_id: str, client: str = "", weight: int = 1) -> Iterator[None]:
         """Counts a request as running while the context lasts.
 
         Args:
             request_id: the client's name for the request.
-            client: the client's name; each has ids of its own.
+            client: the client's name; each has ids of its own. Empty for a router that asks for no
+                names.
+            weight: the client's.
 
         Raises:
             AlreadyExistsError: a request with that id is running.
-            ResourceExhaustedError: `max_requests` are running.
+            ResourceExhaustedError: `max_requests` are running, or so many that the rest is for
+                other clients.
         """
         key = (client, request_id)
         if key in self._running:
@@ -116,11 +126,27 @@ class Admission:
                 _RETRY_AFTER_S,
                 reason=Reason.ROUTER_FULL,
             )
+        self._check_client(client, weight)
         self._running.add(key)
+        self._by_client[client] += 1
         try:
             yield
         finally:
             self._running.discard(key)
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
+
+    def _check_client(self, client: str, weight: int) -> None:
+        """Refuses a request of a client that has so many that others would find no place."""
+        num_own, num_free = self._by_client[client], self.max_requests - len(self._running)
+        if client and num_own >= _TENANT_SHARE * weight * num_free:
+            raise ResourceExhaustedError(
+                f"{num_own} requests of this client are running, and the other {num_free} places "
+                "are for other clients (--max-concurrent-requests)",
+                _RETRY_AFTER_S,
+                reason=Reason.ROUTER_FULL,
+            )
 
 
 class Entrance:

@@ -25,7 +25,7 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import PrefixIndex, pick_decode
+from router.fleet.policy import PrefixIndex, pick_decode, wants_remote_prefill
 from router.fleet.replica import Capacity, without_ejected
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
@@ -49,7 +49,10 @@ class DecodeStage:
     Args:
         fleet: the replicas.
         prefix_index: estimates the replicas' prefix caches.
-        queue_timeout_s: how long a new request waits for a replica.
+        queue_timeout_s: how long a new request waits while no replica takes it, not even into its
+            queue. While one would, it waits in the router up to its deadline.
+        max_local_prefill_tokens: the most tokens of a prompt that decode computes itself although
+            there is a prefill tier.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
     """
@@ -61,14 +64,17 @@ class DecodeStage:
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
+        max_local_prefill_tokens: int,
     ) -> None:
         self._fleet = fleet
         self._prefix_index = prefix_index
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
+        self._max_local_prefill_tokens = max_local_prefill_tokens
 
     async def find(self, request: RoutedRequest) -> DecodeReplica:
-        """Waits for the replica that should generate.
+        """Waits for the replica that should generate. Its seat and its room are known to be there,
+        or to be there soon, before anything is computed.
 
         Raises:
             UnavailableError: no replica took the request within the time that it may wait.
@@ -81,13 +87,19 @@ class DecodeStage:
         return replica
 
     def pick(
-        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+        self,
+        request: RoutedRequest,
+        refused: frozenset[str] = frozenset(),
+        *,
+        is_new: bool = False,
     ) -> DecodeReplica | None:
         """Chooses the replica that should generate; None if there is none.
 
         Args:
             request: the request.
             refused: ids of replicas that must not be chosen.
+            is_new: whether the request has no token. Others may wait for a seat in a replica's
+                queue.
         """
         possible = [
             replica
@@ -98,12 +110,34 @@ class DecodeStage:
             replica.replica_id: replica
             for replica in without_ejected(possible)
             if replica.has_room_for(request.spec)
+            and not (is_new and not replica.may_start(self._missing_blocks(request, replica)))
         }
         states = [
             replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
         ]
         chosen = pick_decode(states, request.num_prompt_blocks)
         return replicas[chosen] if chosen is not None else None
+
+    def wants_remote_prefill(self, request: RoutedRequest, replica: DecodeReplica) -> bool:
+        """Whether the part of the prompt that the replica does not cache is worth a remote
+        prefill.
+        """
+        return wants_remote_prefill(
+            request.num_prompt_tokens,
+            request.num_reused_tokens(self.overlap_blocks(request, replica)),
+            self._max_local_prefill_tokens,
+        )
+
+    def _pick_to_start(
+        self, request: RoutedRequest, refused: frozenset[str]
+    ) -> DecodeReplica | None:
+        """Chooses a replica for a request that nothing has been computed of; None if none would
+        start it soon. Prompts wait here, and not for prefill, so that tenants take turns.
+        """
+        replica = self.pick(request, refused, is_new=True)
+        if replica is None or self._fleet.may_start_prompts:
+            return replica
+        return None if self.wants_remote_prefill(request, replica) else replica
 
     def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
         """Leading blocks of the prompt that the replica probably caches."""
@@ -204,8 +238,7 @@ class DecodeStage:
                 skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
             )
             progress.write_to(start)
-            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-            with replica.reserve(num_blocks=missing_blocks):
+            with replica.reserve(num_blocks=self._missing_blocks(request, replica)):
                 stream = replica.connection.start(start)
                 replica.log_start(spec)
                 # After `start`, which fails if the worker was lost: a record of a lost worker
@@ -266,21 +299,29 @@ class DecodeStage:
         """Waits until a replica takes a request; returns None after the timeout. The request's own
         deadline cancels the wait, so that the client learns of the right one of the two.
         """
-        turn = Turn.of(request.spec, is_new=is_new)
+        pick = self._pick_to_start if is_new else self.pick
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self.pick(request, refused),
-                turn,
+                lambda: pick(request, refused),
+                Turn.of(request.spec, request.share, is_new=is_new),
                 timeout_s,
-                lambda: ("decode", refused, self._need(request.spec)),
+                lambda: ("decode", is_new, refused, self._need(request)),
+                lambda: is_new and self.pick(request, refused) is not None,
             )
 
-    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
-        """The capacities in which a request fits, and whether it has a grammar. Of two requests
-        with the same needs and the same refusals, each can be placed where the other can.
+    def _missing_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
+        """Blocks of the prompt that the replica will fill."""
+        return max(request.num_prompt_blocks - self.overlap_blocks(request, replica), 0)
+
+    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool, bool]:
+        """The capacities in which a request fits, whether it has a grammar, and whether its prompt
+        may need prefill. Of two requests with the same needs and the same refusals, each can be
+        placed where the other can, unless it needs more room.
         """
+        spec = request.spec
         fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
-        return fitting, spec.params.structured_outputs is not None
+        has_grammar = spec.params.structured_outputs is not None
+        return fitting, has_grammar, request.num_prompt_tokens > self._max_local_prefill_tokens
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""

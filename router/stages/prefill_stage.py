@@ -227,7 +227,7 @@ class PrefillStage:
         with request.record.waiting():
             return await self._fleet.waiting.wait(
                 lambda: self._pick(prompt),
-                Turn.of(request.spec),
+                Turn.of(request.spec, request.share),
                 timeout_s,
                 lambda: ("prefill", frozenset(prompt.tried), self._fitting(request)),
             )

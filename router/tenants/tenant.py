@@ -10,6 +10,7 @@ from typing import Protocol
 from baton.common.errors import PermissionDeniedError, Reason, ResourceExhaustedError
 from baton.common.short_texts import short_repr
 from router.config.tenants import TenantPolicy
+from router.fleet.fair_shares import Share
 from rpc.logs import CURRENT_CALL
 
 __all__ = [
@@ -119,6 +120,11 @@ class Tenant:
         self.policy = policy
         self._requests = self._bucket(self._requests, policy.requests_per_minute)
         self._tokens = self._bucket(self._tokens, policy.tokens_per_minute)
+
+    @property
+    def share(self) -> Share:
+        """Its name and weight, for those who divide the replicas among tenants."""
+        return Share(self.name, self.policy.weight)
 
     @property
     def max_requests(self) -> float:

@@ -157,7 +157,8 @@ async def test_requests_that_would_end_too_late_are_refused_before_they_are_pars
             urgent = await post('{"prompt": "a", "max_tokens": 5, "priority": -1}')
             patient = await post('{"prompt": "a", "max_tokens": 5}', {**deadline, **PATIENT})
         metrics = (await api.http.get("/metrics")).text
-    assert refused.status_code == 429
+    assert refused.status_code == 503
+    assert refused.headers["x-baton-reason"] == "overloaded"
     assert int(refused.headers["retry-after"]) >= 20
     assert "take about 60" in refused.json()["error"]["message"]
     assert [urgent.status_code, patient.status_code] == [200, 200]
