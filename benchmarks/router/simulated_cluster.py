@@ -227,6 +227,7 @@ class SimulatedCluster:
         machines: the replicas.
         limits_sending: whether requests wait in the router until one would start soon, as they do
             in the router proper. Otherwise they wait in the queues of the replicas.
+        is_fair: whether the router tells tenants apart.
 
     Attributes:
         jobs: those that have ended.
@@ -234,9 +235,12 @@ class SimulatedCluster:
         max_held: the most requests that ran or waited at once.
     """
 
-    def __init__(self, machines: Machines, *, limits_sending: bool = True) -> None:
+    def __init__(
+        self, machines: Machines, *, limits_sending: bool = True, is_fair: bool = True
+    ) -> None:
         self._clock = asyncio.get_running_loop().time
         self._limits_sending = limits_sending
+        self._is_fair = is_fair
         self._waiting = WaitingRequests(self._clock)
         self._decodes = [
             _Decode(f"d{i}", machines, self._waiting) for i in range(machines.num_decode)
@@ -279,19 +283,21 @@ class SimulatedCluster:
         self.jobs.append(job)
 
     def _check(self, job: Job) -> None:
-        share = Share(job.tenant, job.weight)
-        self.backlog.check(0, job.timeout_s, job.num_tokens, share=share, slo=job.slo)
+        self.backlog.check(0, job.timeout_s, job.num_tokens, share=self._share(job), slo=job.slo)
+
+    def _share(self, job: Job, num_tokens: float = 0.0) -> Share:
+        tenant, weight = (job.tenant, job.weight) if self._is_fair else ("", 1)
+        return Share(tenant, weight, num_tokens)
 
     async def _serve(self, job: Job) -> None:
         self._num_jobs += 1
-        share = Share(job.tenant, job.weight)
         with (
             self.admission.admit(str(self._num_jobs), job.tenant, job.weight),
-            self.backlog.place(0, share) as place,
+            self.backlog.place(0, self._share(job)) as place,
         ):
             self.max_held = max(self.max_held, self.admission.num_running)
             num_tokens = job.num_prompt_tokens + self.backlog.expected_tokens(job.num_tokens)
-            share = Share(job.tenant, job.weight, num_tokens)
+            share = self._share(job, num_tokens)
             began_at = self._clock()
             decode = await self._find(job, share)
             has_waited, num_used = self._clock() > began_at, 0

@@ -10,8 +10,8 @@ from router.fleet.policy import ReplicaState
 __all__ = ["ReplicaLoad"]
 
 _MIN_AHEAD = 2
-_AHEAD_SHARE = 4
-"""A replica without a free seat, or without free blocks, gets this part of the requests that it
+_AHEAD_SHARE = 2
+"""A replica without a free seat, or without free blocks, gets a part of the requests that it
 runs in advance, so that it has the next ones when some end. The others wait in the router, where
 tenants take turns.
 """

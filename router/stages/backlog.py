@@ -228,12 +228,16 @@ class Backlog:
             self._check_tpot(slo.tpot_s, num_before)
 
     def _check_ttft(self, ttft_s: float, num_before: float) -> None:
+        """The time to the first token is known well while there are free seats, and is a wait else,
+        as in `check`.
+        """
         expected_s = self._scaled(self._faded(self._first_s), num_before)
-        if _SAFETY * expected_s > ttft_s:
+        safety = _SAFETY + (num_before >= self._num_seats())
+        if safety * expected_s > ttft_s:
             raise ResourceExhaustedError(
                 f"first tokens take about {expected_s:.3f} s now, too long for {TTFT_HEADER} "
                 f"{1000 * ttft_s:g}",
-                self._retry_after_s(_SAFETY * expected_s - ttft_s),
+                self._retry_after_s(safety * expected_s - ttft_s),
                 reason=Reason.SLO_TTFT,
             )
 
