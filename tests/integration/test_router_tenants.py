@@ -302,7 +302,7 @@ async def test_the_bodies_of_one_tenant_leave_room_for_those_of_others(tmp_path:
             heads.append(asyncio.ensure_future(reader.readuntil(b"\r\n\r\n")))
         # The one that is too many is not always the last one.
         done, others = await asyncio.wait(heads, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert [head.result().startswith(b"HTTP/1.1 503") for head in done] == [True]
+        assert [head.result().startswith(b"HTTP/1.1 429") for head in done] == [True]
         for head in others:
             head.cancel()
         client = openai_client(api, OTHER_KEY)
@@ -384,7 +384,7 @@ async def test_calls_of_the_tokenizer_have_a_limit_of_their_own(
                 ("/v1/messages/count_tokens", MESSAGE),
             ):
                 answer = await api.http.post(path, json=body, headers=bearer(KEY))
-                assert answer.status_code == 429, path
+                assert answer.status_code == 503, path
             message = generation_pb2.TokenizeRequest(text="a")
             call = api.router.stub.Tokenize(message, metadata=metadata(KEY))
             assert (await error_of(call)).code().name == "RESOURCE_EXHAUSTED"

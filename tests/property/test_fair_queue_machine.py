@@ -1,6 +1,7 @@
 """`WaitingRequests` shares what becomes free among tenants, whatever comes and goes meanwhile."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -45,10 +46,12 @@ class FairQueueMachine(RuleBasedStateMachine):
         # What tenants got since when all of them have had waiting requests of equal urgency.
         self.served: dict[str, float] = dict.fromkeys(TENANTS, 0.0)
 
-    def run(self) -> None:
-        """Lets all that can run do so."""
+    def run(self, *actions: Callable[[], object]) -> None:
+        """Does something within the loop, and lets all that can run do so."""
 
         async def settle() -> None:
+            for action in actions:
+                action()
             for _ in range(40):
                 await asyncio.sleep(0)
 
@@ -58,13 +61,20 @@ class FairQueueMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(sorted(TENANTS)),
         need=st.sampled_from(NEEDS),
         priority=st.integers(0, 1),
-        num_tokens=st.integers(1, MAX_TOKENS),
+        num_tokens=st.sampled_from((1, 300, MAX_TOKENS)),
         timeout_s=st.sampled_from((5.0, 20.0, 600.0)),
         number=st.integers(1, 6),
     )
     def arrive(self, tenant, need, priority, num_tokens, timeout_s, number):
         for _ in range(number):
             self._arrive(tenant, need, priority, num_tokens, timeout_s)
+        self.run()
+
+    @rule(need=st.sampled_from(NEEDS), num_tokens=st.sampled_from((300, MAX_TOKENS)))
+    def all_tenants_arrive(self, need, num_tokens):
+        for tenant in TENANTS:
+            for _ in range(12):
+                self._arrive(tenant, need, 0, num_tokens, 600.0)
         self.run()
 
     def _arrive(self, tenant, need, priority, num_tokens, timeout_s):
@@ -105,22 +115,21 @@ class FairQueueMachine(RuleBasedStateMachine):
         else:
             self.served = dict.fromkeys(TENANTS, 0.0)
 
-    @rule(need=st.sampled_from(NEEDS), number=st.integers(1, 5))
+    @rule(need=st.sampled_from(NEEDS), number=st.integers(1, 12))
     def free_seats(self, need, number):
         self.free[need] += number
-        self.waiting.offer()
-        self.run()
+        self.run(self.waiting.offer)
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 100), also_frees=st.booleans())
     def leave(self, index, also_frees):
         """A client leaves, perhaps at the moment at which a seat becomes free."""
         request = self.requests[index % len(self.requests)]
+        actions: list[Callable[[], object]] = [request.task.cancel]
         if also_frees:
             self.free[request.need] += 1
-            self.waiting.offer()
-        request.task.cancel()
-        self.run()
+            actions.insert(0, self.waiting.offer)
+        self.run(*actions)
         if request in self.requests:  # cancelled before its first step
             self.requests.remove(request)
         self.served = dict.fromkeys(TENANTS, 0.0)
@@ -137,8 +146,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule()
     def regroup(self):
-        self.waiting.regroup()
-        self.run()
+        self.run(self.waiting.regroup)
 
     @invariant()
     def nobody_is_lost(self):
@@ -171,4 +179,4 @@ class FairQueueMachine(RuleBasedStateMachine):
 
 
 TestFairQueueMachine = FairQueueMachine.TestCase
-TestFairQueueMachine.settings = settings(stateful_step_count=40, deadline=None)
+TestFairQueueMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
