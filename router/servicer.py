@@ -120,12 +120,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_known(message, "router", "client")
         model = self._models.find(message.model)
         _note_slo(context)
-        await model.enter(_timeout_s(context))
         limits = message.stopping
         is_stated = limits.HasField("max_tokens")
         max_tokens = limits.max_tokens if is_stated else model.default_max_tokens
-        # Before the message is read, as a refusal must cost little.
+        # Before it waits for its turn, and before the message is read: a refusal must come at once
+        # and cost little.
         model.check_load(_timeout_s(context), max_tokens, message.priority)
+        await model.enter(_timeout_s(context))
         request = await request_from_proto(message)
         async with model.outputs(request, _timeout_s(context)) as outputs:
             name_call(request.request_id)

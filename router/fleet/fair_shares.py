@@ -60,7 +60,7 @@ class FairShares:
     """The tenants that have waiting requests, and what they have used while others waited."""
 
     def __init__(self) -> None:
-        self._round = 0  # of the last request that went on
+        self._round = 0  # of the last turn
         self._seats = itertools.count()
         self._accounts: dict[str, _Account] = {}
         self._num_waiting = 0
@@ -68,12 +68,19 @@ class FairShares:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def join(self, share: Share) -> None:
-        """Counts a request as waiting. A tenant without others comes last in its round."""
+    def join(self, share: Share, first: tuple[int, int] | None = None) -> None:
+        """Counts a request as waiting. A tenant without others comes after those of this round.
+
+        Args:
+            share: the request's.
+            first: the position of the first one with which it competes. It may have waited in vain
+                for many rounds, in which others found what they needed.
+        """
         account = self._accounts.get(share.tenant)
         if account is None:
             tokens = QUANTUM_TOKENS * share.weight
-            account = _Account(next(self._seats), self._round + 1, tokens)
+            last_round = self._round if first is None else min(self._round, first[0])
+            account = _Account(next(self._seats), last_round + 1, tokens)
             self._accounts[share.tenant] = account
         account.num_waiting += 1
         self._num_waiting += 1
@@ -99,24 +106,22 @@ class FairShares:
         account = self._accounts[tenant]
         return account.round, account.seat
 
+    def take_turn(self, share: Share) -> None:
+        """Notes that the first of the waiting requests goes on."""
+        self._round = max(self._round, self._accounts[share.tenant].round)
+        self.charge(share)
+
     def charge(self, share: Share) -> None:
-        """Notes that a request goes on while others wait."""
+        """Notes that a request goes on; without effect unless others of its tenant wait."""
         account = self._accounts.get(share.tenant)
-        if account is None:
-            if not self._num_waiting:
-                return
-            self.join(share)
-            self.charge(share)
-            self.leave(share)
-            return
-        self._round = max(self._round, account.round)
-        self._use(account, share.num_tokens, share.weight)
+        if account is not None:
+            self._use(account, share.num_tokens, share.weight)
 
     def settle(self, share: Share, num_tokens: float) -> None:
         """Corrects what `charge` noted, as far as it still counts.
 
         Args:
-            share: of a request that has ended.
+            share: of a request that has ended, or was not started.
             num_tokens: the tokens that it has really used.
         """
         account = self._accounts.get(share.tenant)

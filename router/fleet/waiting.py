@@ -230,9 +230,11 @@ class WaitingRequests:
         loop = asyncio.get_running_loop()
         last_start = min(turn.deadline, self._clock() + timeout_s)
         order, future = (last_start, next(self._arrivals)), loop.create_future()
-        waiter = _Waiter(order, turn, find, need, future, self._group(key))
-        self.shares.join(turn.share)
-        waiter.group.add(waiter)
+        group = self._group(key)
+        waiter = _Waiter(order, turn, find, need, future, group)
+        first = group.first()
+        self.shares.join(turn.share, None if first is None else first[0][2:])
+        group.add(waiter)
 
         timer: asyncio.TimerHandle
 
@@ -282,7 +284,7 @@ class WaitingRequests:
             found = waiter.find()
             if found is not None:
                 self._chosen = waiter
-                self.shares.charge(waiter.turn.share)
+                self.shares.take_turn(waiter.turn.share)
                 waiter.found.set_result(found)
                 return
 

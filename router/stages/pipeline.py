@@ -297,6 +297,7 @@ class Pipeline:
             self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
         except BatonError:
             self._fleet.waiting.shares.settle(request.share, 0)
+            self._log.count_refusal("overload")
             raise
 
     async def _prefill_outputs(

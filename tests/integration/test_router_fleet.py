@@ -367,9 +367,10 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         await until_candidate(fleet, new)
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
-        outputs = DecodeStage(fleet, index, queue_timeout_s=0, resume_timeout_s=0).run(
-            routed, replica, progress, HeldHandoff()
+        stage = DecodeStage(
+            fleet, index, queue_timeout_s=0, resume_timeout_s=0, max_local_prefill_tokens=16
         )
+        outputs = stage.run(routed, replica, progress, HeldHandoff())
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
         assert index.overlap(new.info.worker_id, routed.block_keys) == 10

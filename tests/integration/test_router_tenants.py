@@ -364,6 +364,28 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path):
             stream.cancel()
 
 
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+async def test_a_tenant_with_few_requests_does_not_wait_for_all_of_another(tmp_path: Path):
+    decode = FakeDecode(ENDLESS, pause_after=3, max_num_requests=1)
+    async with closed_router(tmp_path, decode) as api:
+        waiting = api.router.fleet.waiting
+        calls = []
+        for number, key in enumerate([KEY] * 12 + [OTHER_KEY]):
+            message = request(request_id=f"{number}", max_tokens=100)
+            calls.append(asyncio.create_task(awaited(generate(api, key, message))))
+            await until(lambda number=number: len(waiting) == number)
+            if not number:
+                await decode.changes.until(lambda: decode.running)
+        decode.resume()
+        await asyncio.gather(*calls)
+    ids = [start.spec.request_id.partition("/")[0] for start in decode.starts]
+    assert ids.index("12") <= 6
+    assert [each for each in ids if each != "12"] == [str(number) for number in range(12)]
+
+
 # Calls beside requests.
 
 

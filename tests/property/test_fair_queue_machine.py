@@ -26,6 +26,7 @@ class Request:
     priority: int
     num_tokens: int
     last_start: float
+    has_waited: bool = False
     task: "asyncio.Task[bool | None]" = field(init=False)
 
     @property
@@ -88,6 +89,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.requests.append(request)
 
     async def _wait(self, request: Request, turn: Turn, timeout_s: float) -> bool | None:
+        self.loop.call_soon(setattr, request, "has_waited", True)
         find = lambda: True if self.free[request.need] else None  # noqa: E731
         try:
             async with asyncio.timeout(timeout_s):
@@ -110,7 +112,8 @@ class FairQueueMachine(RuleBasedStateMachine):
         own = [each for each in equal if each.tenant == request.tenant]
         assert all(each.order > request.order for each in own)
         waiting = {each.tenant for each in equal} | {request.tenant}
-        if waiting == set(TENANTS) and len({each.need for each in others} | {request.need}) == 1:
+        is_contest = len({each.need for each in others} | {request.need}) == 1
+        if waiting == set(TENANTS) and is_contest and request.has_waited:
             self.served[request.tenant] += request.num_tokens
         else:
             self.served = dict.fromkeys(TENANTS, 0.0)
