@@ -45,7 +45,8 @@ class GenerationServiceStub(object):
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -158,7 +159,8 @@ class GenerationServiceServicer(object):
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -314,7 +316,8 @@ class GenerationService(object):
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |

@@ -43,7 +43,8 @@ class GenerationServiceStub:
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -146,7 +147,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -245,7 +247,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
     neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
-    the client, 503 for one of the cluster. An error with another cause than those has its code's name as its reason.
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |

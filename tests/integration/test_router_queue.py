@@ -102,6 +102,9 @@ async def test_no_prompt_is_computed_before_decode_will_soon_have_room_for_it():
             await waiting(router, 3)
             await asyncio.sleep(0.1)  # beyond the time for which they would wait for a replica
             assert len(prefill.requests) == 2
+            if decode.info.max_num_seqs > 1:
+                decode.current_load.num_free_blocks = decode.info.num_blocks
+                await decode.changes.until(lambda running=decode.running: len(running) == 5)
             decode.resume()
             for task in tasks:
                 assert token_ids_of(await task) == SCRIPT[:6]
