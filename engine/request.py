@@ -213,6 +213,13 @@ class EngineLoad:
         num_state_hits: sequences that began at a state of the prefix cache.
         num_state_lost_tokens: tokens that were computed again though their K and V were in the
             prefix cache, as no state was at their end.
+        prompt_token_s: seconds to compute one more token of a prompt, as measured.
+        decode_step_s: seconds in which each sequence decodes once while all seats are taken.
+        queued_prompt_s: seconds to compute the queued prompt tokens.
+        load_bytes_per_s: bytes of KV that loads have brought per second; 0 unless some ended
+            lately.
+        age_s: requests that arrived less than this long ago may be missing in this load.
+        newest_kv_event: number of the newest event of the prefix cache; 0 before the first.
     """
 
     num_running: int
@@ -239,3 +246,9 @@ class EngineLoad:
     num_skipped_states: int = 0
     num_state_hits: int = 0
     num_state_lost_tokens: int = 0
+    prompt_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    queued_prompt_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+    age_s: float = 0.0
+    newest_kv_event: int = 0

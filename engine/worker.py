@@ -17,6 +17,7 @@ from engine.loop.async_engine import AsyncEngine
 from engine.metrics.export import EngineDescription, EngineExport, StatsLog, VllmExport
 from engine.request import Role
 from engine.wire import (
+    cache_groups_to_proto,
     counters_to_proto,
     kv_backends_to_proto,
     kv_event_responses,
@@ -149,6 +150,9 @@ def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
         kv_connector=connector_name(config.kv_connector),
         version=__version__,
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        cache_groups=cache_groups_to_proto(spec, engine.num_blocks, engine.load().num_slots),
+        caches_prefixes=config.enable_prefix_caching,
     )
 
 

@@ -24,6 +24,7 @@ from router.observe.metrics import RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.observe.request_timeline import stages_of
+from router.routing.policy import Choice
 
 __all__ = ["ClusterServicer", "ClusterStatus"]
 
@@ -131,6 +132,8 @@ async def _connected_replica(model: str, replica: Replica) -> cluster_pb2.Replic
         load=answer.load,
         counters=answer.counters if answer.HasField("counters") else None,
         kv_backends=answer.kv_backends,
+        backlog_s=replica.backlog_s,
+        hit_rate=replica.hit_rate,
     )
 
 
@@ -212,7 +215,37 @@ def _trace_of(record: RequestRecord) -> cluster_pb2.RequestTrace:
             )
             for stage in stages_of(record)
         ],
+        choices=[
+            _choice_to_proto(attempt.choice)
+            for attempt in record.attempts
+            if attempt.choice is not None
+        ],
     )
     if record.first_token_at is not None:
         trace.first_token_ms = record.ms_since_arrival(record.first_token_at)
+    if record.places is not None:
+        trace.local_prefill_s, trace.remote_prefill_s = record.places
     return trace
+
+
+def _choice_to_proto(choice: Choice) -> cluster_pb2.ReplicaChoice:
+    return cluster_pb2.ReplicaChoice(
+        tier=choice.tier,
+        policy=choice.policy,
+        reason=choice.reason,
+        num_candidates=choice.num_candidates,
+        costs=[
+            cluster_pb2.ReplicaCost(
+                replica=cost.address,
+                seconds=cost.seconds,
+                uncached_tokens=cost.uncached_tokens,
+                compute_s=cost.compute_s,
+                load_s=cost.load_s,
+                queue_s=cost.queue_s,
+                decode_s=cost.decode_s,
+                num_requests=cost.num_requests,
+                weight=cost.weight,
+            )
+            for cost in choice.costs
+        ],
+    )

@@ -25,13 +25,13 @@ from router.chat.model import ChatModel
 from router.chat.template import ChatTemplate
 from router.config.router import RouterConfig, ServedModelConfig
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex
 from router.fleet.served_model import RequestLimits
 from router.observe.request_log import RequestLog
 from router.requests.generation_config import load_default_params
 from router.requests.pace import Pace
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
+from router.routing.cache_index import CacheIndex
 from router.stages.admission import Admission, Entrance
 from router.stages.backlog import Backlog
 from router.stages.pipeline import Pipeline
@@ -131,10 +131,10 @@ class Model:
         self.chat = ChatModel(
             config, files.chat_template, files.tokenizer, admission.rendering.turn
         )
-        prefix_index = PrefixIndex(router.max_indexed_blocks)
+        index = CacheIndex(lambda work: asyncio.get_running_loop().call_soon(work))
         self.fleet = Fleet(
             config,
-            prefix_index,
+            index,
             router.dns_interval_s,
             security,
             files.tokenizer_digest,
@@ -152,7 +152,7 @@ class Model:
             files.tokenizer,
             files.default_params,
             self.fleet,
-            prefix_index,
+            index,
             admission,
             self._backlog,
             pace,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +19,7 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_p
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
-from router.observe.metrics import FleetCounts, RouterMetrics
+from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
 from router.requests.pace import Pace
 from router.security import RouterSecurity
@@ -108,6 +109,10 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        self._metrics.read_replicas = lambda: _replica_gauges(self.models)
+        self._metrics.read_caches = lambda: chain.from_iterable(
+            model.fleet.cache_counts() for model in self.models
+        )
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
         server.add_servicer(
@@ -200,6 +205,20 @@ def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
                 ready=len(tier.candidates),
                 ejected=sum(r.is_ejected for r in tier.candidates),
             )
+
+
+def _replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
+    for model in models:
+        for tier in (model.fleet.prefill, model.fleet.decode):
+            for replica in tier.connected:
+                if replica.has_role:
+                    yield ReplicaGauges(
+                        model.name,
+                        tier.name,
+                        replica.address,
+                        backlog_s=replica.backlog_s,
+                        hit_rate=replica.hit_rate,
+                    )
 
 
 def _http_server(

@@ -267,8 +267,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         sent, sent_at = None, 0.0
         while not self._closed.is_set():
             load = self._worker.load()
+            report = worker_pb2.WatchLoadResponse(load=load)
+            load.ClearField("age_s")  # it grows without a change
             if load != sent or clock() - sent_at >= _HEARTBEAT_S - interval_s:
-                yield worker_pb2.WatchLoadResponse(load=load)
+                yield report
                 sent, sent_at = load, clock()
             await self._closed_within(interval_s)
 

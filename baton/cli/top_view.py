@@ -141,11 +141,12 @@ def _rate_column(head: str, chars: int, count: _Count) -> _Column:
 _COLUMNS = (
     _Column("run", 5, lambda replica, _: str(replica.load.num_running)),
     _Column("wait", 5, lambda replica, _: str(replica.load.num_waiting)),
-    _Column("queued", 7, lambda replica, _: _short(replica.load.num_queued_tokens)),
+    _Column("queue", 7, lambda replica, _: _seconds(replica.backlog_s)),
     _Column("KV", 5, lambda replica, _: _percent(_used_kv(replica))),
     _rate_column("tok/s", 7, _generated),
     _rate_column("prom/s", 7, _prompt),
-    _Column("hits", 5, lambda replica, rates: _percent(rates.share(_hits, _queries, [replica]))),
+    _Column("hits", 5, lambda replica, rates: _percent(_hit_rate(replica, rates))),
+    _Column("queued", 7, lambda replica, _: _short(replica.load.num_queued_tokens)),
     _Column("preempt", 9, lambda replica, _: _short(replica.load.num_preemptions)),
     _Column("swapped", 9, lambda replica, _: _short(replica.load.num_swapped_blocks)),
     _rate_column("saved/s", 9, _saved_bytes),
@@ -335,6 +336,12 @@ def _used_kv(replica: _Replica) -> float | None:
     return 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else None
 
 
+def _hit_rate(replica: _Replica, rates: _Rates) -> float | None:
+    """The share of look-ups that hit between both samples; the router's if there were none."""
+    share = rates.share(_hits, _queries, [replica])
+    return (replica.hit_rate or None) if share is None else share
+
+
 def _most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])[:2]
 
@@ -356,6 +363,11 @@ def _short(number: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.0f}%"
+
+
+def _seconds(seconds: float) -> str:
+    """A time in at most six characters."""
+    return f"{seconds:.2f}s" if seconds < 9.995 else f"{_short(seconds)}s"
 
 
 def _ms(time_ms: float) -> str:

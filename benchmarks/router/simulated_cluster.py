@@ -16,7 +16,6 @@ from baton.common.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.common.request.slo import NO_SLO, Slo
 from baton.v1 import worker_pb2
 from router.fleet.fair_shares import Share
-from router.fleet.policy import pick_decode
 from router.fleet.replica_load import ReplicaLoad
 from router.fleet.waiting import Turn, WaitingRequests
 from router.stages.admission import Admission
@@ -127,7 +126,8 @@ class _Decode:
                 pool_block_size=_BLOCK_SIZE,
                 max_num_seqs=machines.num_seats,
                 max_num_requests=machines.max_num_requests,
-            )
+            ),
+            clock=asyncio.get_running_loop().time,
         )
         self.report()
 
@@ -206,7 +206,8 @@ class _Prefill:
         self._tokens_per_s = machines.prefill_tokens_per_s
         self._waiting = waiting
         self._computes = asyncio.Lock()
-        self.load = ReplicaLoad(worker_pb2.GetInfoResponse(block_size=_BLOCK_SIZE))
+        info = worker_pb2.GetInfoResponse(block_size=_BLOCK_SIZE)
+        self.load = ReplicaLoad(info, clock=asyncio.get_running_loop().time)
         self.busy_s = 0.0
 
     async def compute(self, num_tokens: int) -> None:
@@ -321,24 +322,26 @@ class SimulatedCluster:
 
     def _pick(self, job: Job) -> _Decode | None:
         num_blocks = -(-job.num_prompt_tokens // _BLOCK_SIZE)
-        decodes = {f"d{i}": decode for i, decode in enumerate(self._decodes)}
+        decodes = self._decodes
         if self._limits_sending:
             if not any(prefill.load.may_queue_prompt for prefill in self._prefills):
                 return None
-            decodes = {k: each for k, each in decodes.items() if each.load.may_start(num_blocks)}
-        states = [decode.load.state(0, 1.0) for decode in decodes.values() if decode.load.has_room]
-        chosen = pick_decode(states, num_blocks)
-        return None if chosen is None else decodes[chosen]
+            decodes = [decode for decode in decodes if decode.load.may_start(num_blocks)]
+        free = [decode for decode in decodes if decode.load.has_room]
+        return min(free, key=lambda each: each.load.candidate(1.0).num_requests, default=None)
 
     async def _compute(self, job: Job, decode: _Decode, place: Place) -> None:
         num_blocks = -(-job.num_prompt_tokens // _BLOCK_SIZE)
-        prefill = min(self._prefills, key=lambda each: each.load.state(0, 1.0).num_queued_tokens)
+        prefill = min(self._prefills, key=lambda each: each.load.candidate(1.0).num_queued_tokens)
         with ExitStack() as ends:
-            ends.enter_context(decode.load.reserve(0, num_blocks))
+            reserved = ends.enter_context(ExitStack())
+            reserved.enter_context(decode.load.reserve(0, num_blocks, is_sent=False))
             ends.callback(self._waiting.offer)
             await prefill.compute(job.num_prompt_tokens)
             job.first_token_at = self._clock()
             self.backlog.note_first_token(place)
+            reserved.close()  # and at once again, as it is sent now
+            ends.enter_context(decode.load.reserve(0, num_blocks))
             sequence = decode.start(job)
             try:
                 await sequence.began

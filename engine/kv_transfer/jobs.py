@@ -9,7 +9,7 @@ job stays in the table, as bytes may still move.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -111,11 +111,13 @@ class Save(Job):
         step: number of the step that computes the blocks; 0 if they are computed. The timeout
             starts when that step is over.
         is_tail: whether it saves the prompt's partial tail.
+        keys: keys of the full transfer blocks in it.
     """
 
     kind = "save"
     group: SequenceGroup
     lease_id: str
+    keys: Sequence[bytes] = ()
     step: int = 0
     is_tail: bool = False
 

@@ -253,6 +253,8 @@ class Saves:
             self._jobs.lent[job.job_id] = job
         else:
             self._pool.release(job.block_ids)
+        if result.committed and self._connector.finds_by_key:
+            self._kv.events.record_saved(job.keys, self._connector.ttl_s)
         if job.group.hands_over:
             start = job.started_at + result.waited
             end = start + result.seconds if result.seconds else now
@@ -371,6 +373,7 @@ class Saves:
             lease_id=lease_id,
             step=step,
             is_tail=is_tail,
+            keys=() if is_tail else self._cut.plain_keys(items),
         )
         self._pool.acquire(job.block_ids)
         self._jobs.add(job)

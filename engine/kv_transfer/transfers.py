@@ -87,6 +87,11 @@ class Transfers:
             metrics=metrics,
         )
 
+    @property
+    def load_tokens_per_s(self) -> float:
+        """Tokens whose KV loads have brought per second; 0 unless some ended lately."""
+        return self._costs.tokens_per_s(self._clock())
+
     def build_work(self, now: float) -> ConnectorWork:
         """Returns what the worker half must start now."""
         self.jobs.start_added(now)
@@ -106,7 +111,9 @@ class Transfers:
         self._count(results, now)
         results = self._connector.update(results)
         for lookup in results.lookups:
-            self.jobs.open.pop(lookup.job_id, None)
+            job = self.jobs.open.pop(lookup.job_id, None)
+            if isinstance(job, Lookup):  # else it was cancelled
+                self.loads.finish_lookup(job)
         ended = [self._finish_load(result, now) for result in results.loads]
         ended += [self._doubt_load(job_id) for job_id in results.doubted]
         saved = dict.fromkeys([self._finish_save(result, now) for result in results.saves])

@@ -86,8 +86,8 @@ class AsyncEngine:
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread = EngineThread(core, self._loop, self)
         self._feeds = KvEventFeeds(
-            # A snapshot has at most one key per block.
-            2 * core.num_blocks + _MIN_WAITING_EVENTS,
+            # A snapshot has at most one event with one key per block and slot.
+            2 * (core.num_blocks + core.scheduler.kv.pool.num_slots) + _MIN_WAITING_EVENTS,
             self._record_kv_events,
         )
         self._thread.start()
@@ -109,7 +109,20 @@ class AsyncEngine:
         """
         return cls(await asyncio.to_thread(build_engine, config, security))
 
-    def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
+    def check(self, request: EngineRequest) -> None:
+        """Refuses a request that could never finish. Any thread may call it: a long prompt takes
+        milliseconds.
+
+        Raises:
+            InvalidArgumentError: the model cannot take a token id or the length.
+            FailedPreconditionError: the handoff is not for this engine.
+            ResourceExhaustedError: the request needs more blocks than the pool has.
+        """
+        self._core.check(request)
+
+    def submit(
+        self, request: EngineRequest, on_output: OutputHandler, *, is_checked: bool = False
+    ) -> None:
         """Queues a request.
 
         Args:
@@ -117,13 +130,12 @@ class AsyncEngine:
             on_output: called on the event loop, at most once per candidate and step. All outputs
                 of one step are delivered within one loop callback. The last output has
                 `is_last`; it always comes, unless `abort` is called first.
+            is_checked: whether `check` has accepted the request.
 
         Raises:
             AlreadyExistsError: a request with this id is live.
-            InvalidArgumentError: the model cannot take a token id or the length.
-            FailedPreconditionError: the handoff is not for this engine.
-            ResourceExhaustedError: the queue is full, or the request needs more blocks than the
-                pool has.
+            ResourceExhaustedError: the queue is full.
+            BatonError: `check` refuses the request.
             UnavailableError: the engine drains, has stopped, or has another role.
         """
         kind = Role.PREFILL if request.hands_over else Role.DECODE
@@ -138,7 +150,8 @@ class AsyncEngine:
                 _RETRY_AFTER_S,
                 reason=Reason.REPLICAS_FULL,
             )
-        self._core.check(request)
+        if not is_checked:
+            self.check(request)
         self._handlers[request_id] = on_output
         self._idle.clear()
         self._thread.call(Scheduler.try_add, request)
@@ -231,6 +244,7 @@ class AsyncEngine:
             draining=self._draining,
             stalled=self._is_stalled,
             role=self.role,
+            age_s=self._thread.load_age_s(),
         )
 
     @property
@@ -349,7 +363,8 @@ class AsyncEngine:
 
     def _record_kv_events(self, on: bool) -> None:
         if on:
-            self._thread.ask(self.on_kv_events, lambda engine: engine.kv.events.start_recording())
+            answer = self._feeds.deliver_snapshot
+            self._thread.ask(answer, lambda engine: engine.kv.events.start_recording())
         else:
             self._thread.call(lambda engine: engine.kv.events.stop_recording())
 

@@ -68,6 +68,9 @@ class EngineThread:
         self._waits: list[tuple[Callable[[Scheduler], bool], Callable[[None], None]]] = []
         self._is_stopping = False
         self._next_load_at = 0.0
+        # All calls that came before are made, as of `load`.
+        self._called_at = time.monotonic()
+        self._is_asleep = False
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
     def start(self) -> None:
@@ -106,6 +109,13 @@ class EngineThread:
         self._is_stopping = True
         self._core.wake()
 
+    def load_age_s(self) -> float:
+        """Returns for how long `load` has been out of date: calls of that time may be missing in
+        it. Any thread may call it.
+        """
+        is_current = self._is_asleep and not self._calls
+        return 0.0 if is_current else max(time.monotonic() - self._called_at, 0.0)
+
     def stack(self) -> str:
         """Returns where the thread is now, as a traceback; empty if it does not run."""
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -121,7 +131,7 @@ class EngineThread:
         try:
             while not self._is_stopping:
                 self._step()
-                self._core.wait()
+                self._sleep()
             self._core.finish_saves(_SAVES_S)
         except BaseException as error:
             _logger.exception("the engine loop died")
@@ -133,9 +143,15 @@ class EngineThread:
         self._calls.append(call)
         self._core.wake()
 
+    def _sleep(self) -> None:
+        self._is_asleep = self._core.is_stalled
+        self._core.wait()
+        self._is_asleep = False
+
     def _step(self) -> None:
         while self._calls:
             self._calls.popleft()()
+        called_at = time.monotonic()
         self._core.run_step(self._deliver)
         scheduler = self._core.scheduler
         if events := scheduler.kv.events.take_events():
@@ -144,7 +160,7 @@ class EngineThread:
             self._waits.remove(wait)
             self._post(wait[1], None)
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
-            self.load = scheduler.load()
+            self.load, self._called_at = scheduler.load(), called_at
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:

@@ -22,6 +22,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Capacity, Replica
+from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error
 
 __all__ = ["DecodeReplica", "PrefillReplica"]
@@ -46,9 +47,10 @@ class PrefillReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, on_space)
+        super().__init__(address, info, channel, security, index, on_space)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -74,7 +76,8 @@ class PrefillReplica(Replica):
             ReplicaLostError: the replica was lost.
             BatonError: the replica answered with this error.
         """
-        message = prefill_pb2.PrefillRequest(spec=spec_to_proto(spec), namespace=namespace)
+        message = prefill_pb2.PrefillRequest(namespace=namespace)
+        spec_to_proto(spec, message.spec)
         call = self._stub.Prefill(
             message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()
         )
@@ -160,9 +163,10 @@ class DecodeReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, on_space)
+        super().__init__(address, info, channel, security, index, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

@@ -14,6 +14,8 @@ from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.common.request.answer import CandidateOutput, TokenCounts
 from baton.common.request.results import STAGES, Timings
 from baton.common.request.sampling_params import SamplingParams
+from router.routing.costs import PrefillPlaces
+from router.routing.policy import Choice
 
 __all__ = ["Attempt", "RequestRecord"]
 
@@ -41,6 +43,7 @@ class Attempt:
         timings: the worker's own times.
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
+        choice: why the worker was chosen; None if it was not chosen by costs.
     """
 
     tier: str
@@ -53,6 +56,7 @@ class Attempt:
     timings: Timings = field(default_factory=Timings)
     cached_tokens: int = 0
     error: str = ""
+    choice: Choice | None = None
 
     def take(self, output: CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -89,6 +93,8 @@ class RequestRecord:
         error: the status name of the error that ended it; empty without one.
         attempts: its calls of workers, in order.
         waits: when it waited for a replica: starts and ends, in order.
+        choices: by tier, why the replica of the next attempt was chosen.
+        places: what its prompt cost on decode and on prefill; None if they were not compared.
     """
 
     request_id: str = ""
@@ -111,6 +117,8 @@ class RequestRecord:
     error: str = ""
     attempts: list[Attempt] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    places: PrefillPlaces | None = None
 
     @property
     def wait_s(self) -> float:
@@ -205,7 +213,10 @@ class RequestRecord:
         """
         trace = self.trace.child() if self.trace else None
         traceparent = trace.header if trace else self.traceparent
-        attempt = Attempt(tier=tier, where=where, traceparent=traceparent, trace=trace)
+        choice = self.choices.pop(tier, None)
+        attempt = Attempt(
+            tier=tier, where=where, traceparent=traceparent, trace=trace, choice=choice
+        )
         self.attempts.append(attempt)
         try:
             yield attempt

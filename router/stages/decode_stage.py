@@ -25,13 +25,13 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import PrefixIndex, pick_decode, wants_remote_prefill
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
+from router.stages.placement import Placement, fits
 
 __all__ = ["DecodeStage"]
 
@@ -48,11 +48,9 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        placement: chooses the replicas.
         queue_timeout_s: how long a new request waits while no replica takes it, not even into its
             queue. While one would, it waits in the router up to its deadline.
-        max_local_prefill_tokens: the most tokens of a prompt that decode computes itself although
-            there is a prefill tier.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
     """
@@ -60,17 +58,15 @@ class DecodeStage:
     def __init__(
         self,
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        placement: Placement,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
-        max_local_prefill_tokens: int,
     ) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._placement = placement
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
-        self._max_local_prefill_tokens = max_local_prefill_tokens
 
     async def find(self, request: RoutedRequest) -> DecodeReplica:
         """Waits for the replica that should generate. Its seat and its room are known to be there,
@@ -85,63 +81,6 @@ class DecodeStage:
         if replica is None:
             raise self._refusal(request)
         return replica
-
-    def pick(
-        self,
-        request: RoutedRequest,
-        refused: frozenset[str] = frozenset(),
-        *,
-        is_new: bool = False,
-    ) -> DecodeReplica | None:
-        """Chooses the replica that should generate; None if there is none.
-
-        Args:
-            request: the request.
-            refused: ids of replicas that must not be chosen.
-            is_new: whether the request has no token. Others may wait for a seat in a replica's
-                queue.
-        """
-        possible = [
-            replica
-            for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
-        ]
-        replicas = {
-            replica.replica_id: replica
-            for replica in without_ejected(possible)
-            if replica.has_room_for(request.spec)
-            and not (is_new and not replica.may_start(self._missing_blocks(request, replica)))
-        }
-        states = [
-            replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
-        ]
-        chosen = pick_decode(states, request.num_prompt_blocks)
-        return replicas[chosen] if chosen is not None else None
-
-    def wants_remote_prefill(self, request: RoutedRequest, replica: DecodeReplica) -> bool:
-        """Whether the part of the prompt that the replica does not cache is worth a remote
-        prefill.
-        """
-        return wants_remote_prefill(
-            request.num_prompt_tokens,
-            request.num_reused_tokens(self.overlap_blocks(request, replica)),
-            self._max_local_prefill_tokens,
-        )
-
-    def _pick_to_start(
-        self, request: RoutedRequest, refused: frozenset[str]
-    ) -> DecodeReplica | None:
-        """Chooses a replica for a request that nothing has been computed of; None if none would
-        start it soon. Prompts wait here, and not for prefill, so that tenants take turns.
-        """
-        replica = self.pick(request, refused, is_new=True)
-        if replica is None or self._fleet.may_start_prompts:
-            return replica
-        return None if self.wants_remote_prefill(request, replica) else replica
-
-    def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
-        """Leading blocks of the prompt that the replica probably caches."""
-        return self._prefix_index.overlap(replica.replica_id, request.block_keys)
 
     async def run(
         self,
@@ -217,7 +156,7 @@ class DecodeStage:
         """Whether a request should leave a replica that drains: if another one takes it, and it
         loses no tokens thereby. Candidates that are compared have not sent theirs.
         """
-        return not request.spec.params.is_ranked and self.pick(request) is not None
+        return not request.spec.params.is_ranked and self._placement.may_decode(request)
 
     @contextmanager
     def _stream(
@@ -231,21 +170,21 @@ class DecodeStage:
         """Starts a request on a replica; the context closes the stream."""
         with replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
-            start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec),
-                namespace=request.namespace,
-                handoff=handoff.message,
-                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
-            )
+            command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
+            start = command.start
+            spec_to_proto(spec, start.spec)
+            start.namespace = request.namespace
+            if handoff.message is not None:
+                start.handoff.CopyFrom(handoff.message)
+            start.skip_lookup = handoff.message is None and handoff.has_waited_in_vain
             progress.write_to(start)
-            with replica.reserve(num_blocks=self._missing_blocks(request, replica)):
-                stream = replica.connection.start(start)
+            missing_blocks = self._placement.missing_blocks(request, replica)
+            with replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline):
+                stream = replica.connection.start(command)
                 replica.log_start(spec)
                 # After `start`, which fails if the worker was lost: a record of a lost worker
                 # would never be forgotten.
-                self._prefix_index.record(
-                    replica.replica_id, request.block_keys, replica.num_blocks
-                )
+                self._placement.expect(request, replica)
                 try:
                     yield own, stream
                 finally:
@@ -299,29 +238,26 @@ class DecodeStage:
         """Waits until a replica takes a request; returns None after the timeout. The request's own
         deadline cancels the wait, so that the client learns of the right one of the two.
         """
-        pick = self._pick_to_start if is_new else self.pick
+        placement = self._placement
+        pick = placement.pick_to_start if is_new else placement.pick_decode
         with request.record.waiting():
             return await self._fleet.waiting.wait(
                 lambda: pick(request, refused),
                 Turn.of(request.spec, request.share, is_new=is_new),
                 timeout_s,
                 lambda: ("decode", is_new, refused, self._need(request)),
-                lambda: is_new and self.pick(request, refused) is not None,
+                lambda: is_new and placement.may_decode(request, refused),
             )
-
-    def _missing_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
-        """Blocks of the prompt that the replica will fill."""
-        return max(request.num_prompt_blocks - self.overlap_blocks(request, replica), 0)
 
     def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool, bool]:
         """The capacities in which a request fits, whether it has a grammar, and whether its prompt
         may need prefill. Of two requests with the same needs and the same refusals, each can be
         placed where the other can, unless it needs more room.
         """
-        spec = request.spec
-        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
-        has_grammar = spec.params.structured_outputs is not None
-        return fitting, has_grammar, request.num_prompt_tokens > self._max_local_prefill_tokens
+        capacities = self._fleet.decode.capacities
+        fitting = frozenset(capacity for capacity in capacities if fits(capacity, request))
+        has_grammar = request.spec.params.structured_outputs is not None
+        return fitting, has_grammar, self._placement.may_need_prefill(request)
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
@@ -329,17 +265,13 @@ class DecodeStage:
         bound = waited(self._queue_timeout_s)
         if not replicas:
             return none_ready(f"; {bound}")
-        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
+        if not any(fits(replica.capacity, request) for replica in replicas):
             return FailedPreconditionError(
                 f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
             )
         return ResourceExhaustedError(
             f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
         )
-
-
-def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
-    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

@@ -1,7 +1,7 @@
 """`Pipeline`: the life of a request in the router; docs/architecture.md describes all of it.
 
 validate, tokenize, block keys                          validation, request
-choose a decode replica; remote prefill or local?       policy, decode_stage
+choose a decode replica; remote prefill or local?       placement, decode_stage
 the prompt and its first tokens from prefill            prefill_stage
 its KV to decode, block by block as it is saved         prefill_stage
 the other tokens from decode, resumed if lost           decode_stage
@@ -23,7 +23,6 @@ from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
@@ -32,11 +31,15 @@ from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, SpecMaker, prepare_request
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import validate_request
+from router.routing.cache_index import CacheIndex
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.placement import Placement
 from router.stages.prefill_stage import PrefillStage
 from router.tenants.tenant import Tenant, tenant_of_call
 
@@ -103,7 +106,7 @@ class Pipeline:
         tokenizer: the model's.
         default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what the replicas cache.
         admission: limits the number of running requests.
         backlog: learns how long requests take.
         pace: how long streams pause after each message.
@@ -117,7 +120,7 @@ class Pipeline:
         tokenizer: Tokenizer,
         default_params: Mapping[str, Any],
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         admission: Admission,
         backlog: Backlog,
         pace: Pace,
@@ -132,13 +135,17 @@ class Pipeline:
         self._backlog = backlog
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(fleet, prefix_index, queue_timeout_s=config.queue_timeout_s)
+        settings = PolicySettings(max_affinity_delay_s=config.max_affinity_delay_s)
+        policy = make_policy(config.routing_policy, settings)
+        limit = config.max_local_prefill_tokens
+        max_local_tokens = limit if isinstance(limit, int) else None
+        self._placement = placement = Placement(fleet, index, policy, max_local_tokens)
+        self._prefill = PrefillStage(fleet, placement, queue_timeout_s=config.queue_timeout_s)
         self._decode = DecodeStage(
             fleet,
-            prefix_index,
+            placement,
             queue_timeout_s=config.queue_timeout_s,
             resume_timeout_s=config.resume_timeout_s,
-            max_local_prefill_tokens=config.max_local_prefill_tokens,
         )
 
     async def open(
@@ -282,6 +289,7 @@ class Pipeline:
                         await asyncio.sleep(self._pace.pause_s)
         finally:
             place.num_tokens = progress.num_tokens / request.spec.params.num_candidates
+            self._placement.note_answer(progress.num_tokens)
             place.send_wait_s = request.record.send_wait_s
             tenant.use_tokens(request.record.usage.completion_tokens)
             if request.record.waits:  # else it has kept nobody waiting
@@ -308,11 +316,12 @@ class Pipeline:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
-        if not self._decode.wants_remote_prefill(request, replica):
+        plan = self._placement.plan_prompt(request, replica)
+        if not plan.is_remote:
             return
-        overlap_blocks = self._decode.overlap_blocks(request, replica)
         outputs = self._prefill.run(request, replica, progress, handoff)
-        with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
+        deadline = request.spec.deadline
+        with replica.reserve(num_blocks=plan.missing_blocks, is_sent=False, deadline=deadline):
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output

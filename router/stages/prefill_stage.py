@@ -27,13 +27,13 @@ from baton.common.request.answer import CandidateOutput
 from baton.v1 import prefill_pb2
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.output_wire import output_from_proto
-from router.fleet.policy import PrefixIndex, pick_prefill
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress
+from router.stages.placement import Placement
 
 __all__ = ["PrefillCall", "PrefillStage", "Prompt"]
 
@@ -93,7 +93,8 @@ class PrefillCall:
         prompt.tried.add(replica.replica_id)
         self._attempt: Attempt
         self._queued = ExitStack()
-        self._queued.enter_context(replica.reserve(num_tokens=num_tokens))
+        deadline = prompt.request.spec.deadline
+        self._queued.enter_context(replica.reserve(num_tokens=num_tokens, deadline=deadline))
 
     async def outputs(self) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the first tokens, then an output with timings once the KV is saved. The caller
@@ -167,14 +168,14 @@ class PrefillStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        placement: chooses the replicas.
         queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
             to wait.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, *, queue_timeout_s: float) -> None:
+    def __init__(self, fleet: Fleet, placement: Placement, *, queue_timeout_s: float) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._placement = placement
         self._queue_timeout_s = queue_timeout_s
 
     async def run(
@@ -248,23 +249,9 @@ class PrefillStage:
 
     def _pick(self, prompt: Prompt) -> PrefillReplica | None:
         """Chooses a replica that was not tried yet."""
-        request, num_tokens = prompt.request, prompt.request.num_prompt_tokens
-        possible = [
-            replica
-            for replica in self._fleet.prefill.candidates
-            if replica.replica_id not in prompt.tried and replica.capacity.holds(num_tokens)
-        ]
-        replicas = {replica.replica_id: replica for replica in without_ejected(possible)}
-        states = [
-            replica.state(self._prefix_index.overlap(replica_id, request.block_keys))
-            for replica_id, replica in replicas.items()
-        ]
-        chosen = pick_prefill(states, num_tokens, request.block_size)
-        return replicas[chosen] if chosen is not None else None
+        return self._placement.pick_prefill(prompt.request, frozenset(prompt.tried))
 
     def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
-        request = prompt.request
-        cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
-        uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
-        self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
-        return PrefillCall(prompt, replica, uncached_tokens)
+        cost = prompt.request.record.choices["prefill"].cost
+        self._placement.expect(prompt.request, replica)
+        return PrefillCall(prompt, replica, cost.uncached_tokens)

@@ -50,6 +50,7 @@ class FakeEngine:
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
+        self.age_s = 0.0
         self.handlers: dict[str, Callable[[EngineOutput], None]] = {}
         self._is_draining = False
         self._changed = asyncio.Event()
@@ -57,9 +58,19 @@ class FakeEngine:
 
     # What services call.
 
-    def submit(self, request: EngineRequest, on_output: Callable[[EngineOutput], None]) -> None:
+    def check(self, request: EngineRequest) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: Callable[[EngineOutput], None],
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        if not is_checked:
+            self.check(request)
         if self._is_draining:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
@@ -110,6 +121,7 @@ class FakeEngine:
             self._notify()
 
     def load(self) -> EngineLoad:
+        self.age_s += 1.0
         return EngineLoad(
             num_running=self.num_running,
             num_waiting=0,
@@ -118,6 +130,7 @@ class FakeEngine:
             num_blocks=self.num_blocks,
             draining=self._is_draining,
             role=self.role,
+            age_s=self.age_s,
         )
 
     async def drain(self, timeout_s: float) -> int:

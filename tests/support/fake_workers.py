@@ -189,7 +189,10 @@ class FakeWorker:
         return 0
 
     async def watch_kv_events(self) -> AsyncIterator[worker_pb2.WatchKvEventsResponse]:
-        yield worker_pb2.WatchKvEventsResponse()
+        response = worker_pb2.WatchKvEventsResponse()
+        response.events.add(sequence_number=0).cleared.SetInParent()
+        yield response
+        await asyncio.Event().wait()
 
     def script_of(self, index: int) -> list[int]:
         """Returns the tokens that candidate `index` generates."""

@@ -155,6 +155,8 @@ def test_the_marks_of_the_reasoning_part_are_texts():
     [
         ("--decode", ""),
         ("--decode", "a:1", "--max-local-prefill-tokens", "-1"),
+        ("--decode", "a:1", "--max-affinity-delay-s", "-1"),
+        ("--decode", "a:1", "--max-affinity-delay-s", "nan"),
         ("--decode", "a:1", "--default-timeout-s", "0"),
         ("--decode", "a:1", "--default-timeout-s", "nan"),
         ("--decode", "a:1", "--default-timeout-s", "inf"),
@@ -164,7 +166,6 @@ def test_the_marks_of_the_reasoning_part_are_texts():
         ("--decode", "a:1", "--max-concurrent-requests", "0"),
         ("--decode", "a:1", "--resume-timeout-s", "-1"),
         ("--decode", "a:1", "--dns-interval-s", "0"),
-        ("--decode", "a:1", "--max-indexed-blocks", "0"),
     ],
 )
 def test_bad_values_name_their_flag(flags):

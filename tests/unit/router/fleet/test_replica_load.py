@@ -40,10 +40,10 @@ def test_a_replica_gets_blocks_for_each_request_before_its_prompt_is_computed():
     ("running", "waiting", "free", "may_start"),
     [
         (16, 0, 50, True),
-        (16, 3, 50, True),
-        (16, 4, 50, False),  # a quarter of what runs is there in advance
-        (8, 0, 0, True),
-        (8, 2, 0, False),
+        (16, 7, 50, True),
+        (16, 8, 50, False),  # half of what runs is there in advance
+        (8, 3, 0, True),
+        (8, 4, 0, False),
         (0, 1, 0, True),
         (0, 2, 0, False),
         (0, 15, 100, True),
