@@ -139,8 +139,14 @@ class ReplicaLoad:
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
         """
         self._drop_expired(self._clock())
-        number, running = self._num_requests, self.report.num_running
-        if number < self._info.max_num_seqs and num_blocks <= self._num_free_blocks:
+        report, live = self.report, self._live_sum
+        # Without those on their way, some of which are counted twice: seats would be left empty.
+        running = report.num_running
+        number = max(running + report.num_waiting, live.num_requests)
+        free_blocks = min(
+            self._in_keyed_blocks(report.num_free_blocks), self.num_blocks - live.num_blocks
+        )
+        if number < self._info.max_num_seqs and num_blocks <= free_blocks:
             return True
         return number - running < max(running // _AHEAD_SHARE, _MIN_AHEAD)
 
