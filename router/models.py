@@ -17,6 +17,7 @@ from baton.common.model_files.files import open_model_files
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.slo import NO_SLO
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.short_texts import short_repr
 from router.chat.chat_request import ChatRequest
@@ -36,8 +37,16 @@ from router.stages.backlog import Backlog
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
 from rpc.discovery.announcements import Announcements
+from rpc.logs import CURRENT_CALL
 
 __all__ = ["Model", "Models", "RouterFiles"]
+
+_REFUSALS: Mapping[str, str] = {
+    Reason.OVERLOADED: "overload",
+    Reason.SLO_TTFT: "slo_ttft",
+    Reason.SLO_TPOT: "slo_tpot",
+}
+"""Names of refusals in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +256,8 @@ class Model:
     def check_load(
         self, timeout_s: float | None, max_tokens: int | None = None, priority: int = 0
     ) -> None:
-        """Refuses a request that would probably not end by its deadline; cheap.
+        """Refuses a request that would probably not end by its deadline, or not meet the call's
+        objectives; cheap.
 
         Args:
             timeout_s: as `outputs` takes it.
@@ -257,16 +267,18 @@ class Model:
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        priority = tenant_of_call().priority(priority)
+        tenant, call = tenant_of_call(), CURRENT_CALL.get()
         try:
             self._backlog.check(
-                priority,
+                tenant.priority(priority),
                 self._longest_s(timeout_s),
                 max_tokens,
                 is_deadline_stated=timeout_s is not None,
+                share=tenant.share,
+                slo=NO_SLO if call is None else call.slo,
             )
-        except ResourceExhaustedError:
-            self._log.count_refusal("overload")
+        except ResourceExhaustedError as error:
+            self._log.count_refusal(_REFUSALS[error.reason])
             raise
 
     async def enter(self, timeout_s: float | None) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from baton.common.observe.traceparent import TraceContext
+from baton.common.request.slo import NO_SLO, Slo
 from rpc.log_stream import LogStream, RepeatLimit
 
 __all__ = [
@@ -54,6 +55,7 @@ class CallInfo:
         started_at: `time.monotonic()` at which the call began.
         caller: who makes the call, as its server found out; None if it did not ask.
         session: the conversation that the call belongs to; empty if its headers name none.
+        slo: how soon the caller wants its tokens.
     """
 
     request_id: str = ""
@@ -62,6 +64,7 @@ class CallInfo:
     started_at: float = field(default_factory=time.monotonic)
     caller: object = None
     session: str = ""
+    slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
         if self.trace is not None:

@@ -11,6 +11,7 @@ from benchmarks.router.connections import connection_table, measure_connections
 from benchmarks.router.decision import decision_table, measure_decisions
 from benchmarks.router.idle import idle_table, measure_idle
 from benchmarks.router.long_prompts import long_prompt_table, measure_long_prompts
+from benchmarks.router.overload import measure_overload, overload_table
 from benchmarks.router.streams import measure_streams, stream_table
 from benchmarks.workloads.kind import refuse_below
 
@@ -37,6 +38,7 @@ _PARTS = {
     "decision": _Part(measure_decisions, decision_table),
     "long-prompts": _Part(measure_long_prompts, long_prompt_table),
     "idle": _Part(measure_idle, idle_table),
+    "overload": _Part(measure_overload, overload_table),
     # Needs 20,000 open files and two minutes.
     "connections": _Part(measure_connections, connection_table, is_default=False),
 }

@@ -195,8 +195,8 @@ class RouterConfig:
     )
     queue_timeout_s: float = flag(
         30.0,
-        "seconds for which a request waits while no replica is ready or has room for it; 0 refuses "
-        "it at once",
+        "seconds for which a request waits while no replica is ready or would queue it; 0 refuses "
+        "it at once; one that only lacks a seat on a replica waits up to its deadline",
     )
     no_prefill_policy: str = flag(
         "local",

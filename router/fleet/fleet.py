@@ -133,6 +133,14 @@ class Fleet:
         return self._no_prefill_policy if has_tier else "local"
 
     @property
+    def may_start_prompts(self) -> bool:
+        """Whether a prompt would soon be computed, and not only wait: a prefill replica has few, or
+        there is none.
+        """
+        candidates = self.prefill.candidates
+        return not candidates or any(replica.has_space for replica in candidates)
+
+    @property
     def num_seats(self) -> int:
         """How many sequences the decode replicas run at the same time."""
         return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
@@ -269,7 +277,7 @@ class Fleet:
             replica.tier,
             discovery,
             elsewhere,
-            partial(replica, index=self._index),
+            partial(replica, index=self._index, on_space=self.waiting.offer),
             self._security,
             check=self._check,
             on_change=self._notify,

@@ -82,6 +82,7 @@ class Replica:
         channel: a channel to it.
         security: what this router shows to it.
         index: learns what its prefix cache holds.
+        on_space: called when it may start a further request.
 
     Attributes:
         tier: the role of workers that are used as such a replica.
@@ -101,6 +102,7 @@ class Replica:
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.info = info
@@ -113,6 +115,7 @@ class Replica:
         self._load = ReplicaLoad(info, address)
         self._is_ready = False
         self._on_change: Callable[[], None] = lambda: None
+        self._on_space = on_space
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
         clock = asyncio.get_running_loop().time
@@ -179,6 +182,19 @@ class Replica:
     def has_room_for(self, spec: RequestSpec) -> bool:
         """Whether it can queue this request, as far as this router knows."""
         return self._load.has_room_for(spec)
+
+    @property
+    def has_space(self) -> bool:
+        """Whether it may start a further request, however small, as far as this router knows."""
+        return self.may_start(0)
+
+    def may_start(self, num_blocks: int) -> bool:
+        """Whether a new request would soon run here, and not only wait.
+
+        Args:
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        return self._load.may_start(num_blocks)
 
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that it has refused a request for lack of room, until its next report."""
@@ -369,6 +385,8 @@ class Replica:
         if now != self._shown:
             self._shown = now
             self._on_change()
+        elif self.has_space:
+            self._on_space()
 
     async def _watch_load(self) -> None:
         reports = self._worker.WatchLoad(

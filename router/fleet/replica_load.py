@@ -18,6 +18,15 @@ from router.routing.candidate import Candidate
 
 __all__ = ["ReplicaLoad"]
 
+_MIN_AHEAD = 2
+_AHEAD_SHARE = 2
+"""A replica without a free seat, or without free blocks, gets a part of the requests that it
+runs in advance, so that it has the next ones when some end. The others wait in the router, where
+tenants take turns.
+"""
+_MAX_QUEUED_TOKENS = 8192
+"""As many prompt tokens keep a prefill replica busy until the router can send the next ones."""
+_MIN_QUEUED_PROMPTS = 2
 _TRANSIT_S = 0.1
 """A request reaches the engine within this time. One that takes longer is not counted for a moment;
 one that is faster is counted twice for as long."""
@@ -123,6 +132,31 @@ class ReplicaLoad:
         """Whether the replica can queue this request."""
         return self.has_room and not (self.refuses_grammars and _has_grammar(spec))
 
+    def may_start(self, num_blocks: int) -> bool:
+        """Whether a new request would soon run here, and not only wait.
+
+        Args:
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        self._drop_expired(self._clock())
+        report, live = self.report, self._live_sum
+        # Without those on their way, some of which are counted twice: seats would be left empty.
+        running = report.num_running
+        number = max(running + report.num_waiting, live.num_requests)
+        free_blocks = min(
+            self._in_keyed_blocks(report.num_free_blocks), self.num_blocks - live.num_blocks
+        )
+        if number < self._info.max_num_seqs and num_blocks <= free_blocks:
+            return True
+        return number - running < max(running // _AHEAD_SHARE, _MIN_AHEAD)
+
+    @property
+    def may_queue_prompt(self) -> bool:
+        """Whether the replica has so few prompts to compute that it might soon lack some."""
+        self._drop_expired(self._clock())
+        num_tokens = self.report.num_queued_tokens + self._on_way_sum.num_tokens
+        return num_tokens < _MAX_QUEUED_TOKENS or self._num_requests < _MIN_QUEUED_PROMPTS
+
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that the replica has refused a request for lack of room, until its next report."""
         if _has_grammar(spec):
@@ -170,9 +204,6 @@ class ReplicaLoad:
         report, info = self.report, self._info
         bytes_per_s = report.load_bytes_per_s or _DEFAULT_LOAD_BYTES_PER_S
         num_blocks, on_way = self.num_blocks, self._on_way_sum
-        reported_free = self._in_keyed_blocks(report.num_free_blocks) - on_way.num_blocks
-        # Requests that wait in the worker hold no blocks yet, but will.
-        free_blocks = min(reported_free, num_blocks - self._live_sum.num_blocks)
         return Candidate(
             replica_id=info.worker_id,
             address=self._address,
@@ -180,7 +211,7 @@ class ReplicaLoad:
             num_seats=max(info.max_num_seqs, 1),
             num_queued_tokens=report.num_queued_tokens + on_way.num_tokens,
             queue_s=self.backlog_s,
-            num_free_blocks=max(free_blocks, 0),
+            num_free_blocks=self._num_free_blocks,
             num_blocks=num_blocks,
             cached_share=report.num_cached_blocks / max(report.num_blocks, 1),
             prompt_token_s=report.prompt_token_s,
@@ -189,6 +220,14 @@ class ReplicaLoad:
             store_ids=tuple(report.kv_store_ids),
             weight=weight,
         )
+
+    @property
+    def _num_free_blocks(self) -> int:
+        """Blocks, of the size that block keys stand for, that no request holds or will fill."""
+        on_way = self._on_way_sum.num_blocks
+        reported = self._in_keyed_blocks(self.report.num_free_blocks) - on_way
+        # Requests that wait in the worker hold no blocks yet, but will.
+        return max(min(reported, self.num_blocks - self._live_sum.num_blocks), 0)
 
     @property
     def num_blocks(self) -> int:

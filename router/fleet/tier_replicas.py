@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -48,10 +48,17 @@ class PrefillReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index)
+        super().__init__(address, info, channel, security, index, on_space)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
+
+    @property
+    @override
+    def has_space(self) -> bool:
+        """Whether it has so few prompts to compute that it might soon lack some."""
+        return self._load.may_queue_prompt
 
     @override
     def _capacity(self) -> Capacity:
@@ -165,8 +172,9 @@ class DecodeReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index)
+        super().__init__(address, info, channel, security, index, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

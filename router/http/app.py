@@ -109,7 +109,7 @@ def _allow_origins(app: FastAPI, config: HttpConfig) -> None:
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-baton-reason"),
     )
 
 

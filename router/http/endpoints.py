@@ -39,10 +39,10 @@ _STATUSES: Mapping[int, str] = {
     409: "A running request has this request_id.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "Too many requests, or more than the client may use; see Retry-After.",
+    429: "More than the client may use; see Retry-After.",
     499: "The client has left.",
     500: "A bug; the log has its cause under the request's id.",
-    503: "No replica can take the request now; see Retry-After.",
+    503: "No replica can take the request now, or not in time; see Retry-After.",
     504: "The deadline passed.",
 }
 COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")

@@ -20,7 +20,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
+from baton.common.request.slo import Slo
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
 from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
@@ -119,10 +121,12 @@ class RequestMiddleware:
         Raises:
             UnauthenticatedError: it has no valid credential.
             ResourceExhaustedError: a limit of the client is reached.
+            InvalidArgumentError: a header with an objective is bad.
         """
         tenant = self._tenants.find(_credentials_of(scope))
         with tenant.running():
             call.info.caller = tenant
+            call.info.slo = Slo.from_headers(scope["headers"])
             if not self._running_ids.begin(tenant.name, call.request_id):
                 call.lengthen_id()
                 return await self._serve(scope, receive, call, tenant.name)
@@ -185,18 +189,21 @@ class RequestMiddleware:
             counted.add(len(part))
             if len(body) > self._max_request_bytes:
                 return self._too_large()
-            if self._has_too_much(counted.client):
-                return _closing(503, "too many large bodies arrive at once; try again")
+            if (problem := self._problem_of_sizes(counted.client)) is not None:
+                return problem
         return bytes(body)
 
-    def _has_too_much(self, client: str) -> bool:
-        """Whether the bodies that arrive are too large together, all or those of a client."""
+    def _problem_of_sizes(self, client: str) -> Problem | None:
+        """Why a body is not read on: those that arrive are too large together, the client's or
+        all.
+        """
         own = self._arriving_bytes[client] if client else 0
         largest = self._max_request_bytes
-        return (
-            own > _MAX_BODIES_OF_TENANT * largest
-            or self._arriving_bytes.total() > _MAX_BODIES * largest
-        )
+        if own > _MAX_BODIES_OF_TENANT * largest:
+            return _too_many_bodies("of this client ", Reason.CLIENT_CONCURRENCY)
+        if self._arriving_bytes.total() > _MAX_BODIES * largest:
+            return _too_many_bodies("", Reason.ROUTER_FULL)
+        return None
 
     def _too_large(self) -> Problem:
         return _closing(413, f"the body has more than {self._max_request_bytes} bytes")
@@ -206,6 +213,12 @@ def _closing(status: int, message: str) -> Problem:
     """A problem after which the connection cannot be used: the body was not read to its end."""
     headers = _CLOSE | ({"Retry-After": "1"} if status == 503 else {})
     return http_problem(status, message, headers)
+
+
+def _too_many_bodies(whose: str, reason: Reason) -> Problem:
+    message = f"too many large bodies {whose}arrive at once; try again"
+    problem = problem_of(ResourceExhaustedError(message, reason=reason), "")
+    return replace(problem, headers={**problem.headers, **_CLOSE})
 
 
 def _has_large_body(scope: Scope) -> bool:

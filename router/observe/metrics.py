@@ -18,8 +18,11 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
+REFUSALS = (
+    *("credentials", "permission", "concurrency", "request_rate", "token_rate"),
+    *("overload", "slo_ttft", "slo_tpot"),
+)
 _REPLICA = {"model": None, "tier": _TIERS, "replica": None}
-REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
 """Reasons of `baton_router_refused_calls`."""
 
 # Names of counters lack the suffix `_total`, which Prometheus adds.

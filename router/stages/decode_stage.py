@@ -51,7 +51,8 @@ class DecodeStage:
         fleet: the replicas.
         placement: chooses the replicas.
         pulls: asks other replicas for the beginning of a prompt that decode computes itself.
-        queue_timeout_s: how long a new request waits for a replica.
+        queue_timeout_s: how long a new request waits while no replica takes it, not even into its
+            queue. While one would, it waits in the router up to its deadline.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
     """
@@ -72,7 +73,8 @@ class DecodeStage:
         self._resume_timeout_s = resume_timeout_s
 
     async def find(self, request: RoutedRequest) -> DecodeReplica:
-        """Waits for the replica that should generate.
+        """Waits for the replica that should generate. Its seat and its room are known to be there,
+        or to be there soon, before anything is computed.
 
         Raises:
             UnavailableError: no replica took the request within the time that it may wait.
@@ -250,22 +252,26 @@ class DecodeStage:
         """Waits until a replica takes a request; returns None after the timeout. The request's own
         deadline cancels the wait, so that the client learns of the right one of the two.
         """
-        turn = Turn.of(request.spec, is_new=is_new)
+        placement = self._placement
+        pick = placement.pick_to_start if is_new else placement.pick_decode
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self._placement.pick_decode(request, refused),
-                turn,
+                lambda: pick(request, refused),
+                Turn.of(request.spec, request.share, is_new=is_new),
                 timeout_s,
-                lambda: ("decode", refused, self._need(request)),
+                lambda: ("decode", is_new, refused, self._need(request)),
+                lambda: is_new and placement.may_decode(request, refused),
             )
 
-    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool]:
-        """The capacities in which a request fits, and whether it has a grammar. Of two requests
-        with the same needs and the same refusals, each can be placed where the other can.
+    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool, bool]:
+        """The capacities in which a request fits, whether it has a grammar, and whether its prompt
+        may need prefill. Of two requests with the same needs and the same refusals, each can be
+        placed where the other can, unless it needs more room.
         """
         capacities = self._fleet.decode.capacities
         fitting = frozenset(capacity for capacity in capacities if fits(capacity, request))
-        return fitting, request.spec.params.structured_outputs is not None
+        has_grammar = request.spec.params.structured_outputs is not None
+        return fitting, has_grammar, self._placement.may_need_prefill(request)
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""

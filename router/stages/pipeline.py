@@ -206,8 +206,8 @@ class Pipeline:
         """Yields the outputs of one prompt."""
         tenant = tenant_of_call()
         with (
-            self._admission.admit(request_id, tenant.name),
-            self._backlog.place(request.priority) as place,
+            self._admission.admit(request_id, tenant.name, tenant.policy.weight),
+            self._backlog.place(request.priority, tenant.share) as place,
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
@@ -248,7 +248,14 @@ class Pipeline:
         maker = SpecMaker(self._tokenizer, limits, model.eos_token_ids, self._marks)
         routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
-        return routed
+        return self._with_share(routed)
+
+    def _with_share(self, routed: RoutedRequest) -> RoutedRequest:
+        """Returns a request with the tokens that it will probably use."""
+        params = routed.spec.params
+        num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
+        share = replace(tenant_of_call().share, num_tokens=routed.num_prompt_tokens + num_tokens)
+        return replace(routed, share=share)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:
         """Checks a request; a thread checks long lists, which would delay other requests."""
@@ -264,8 +271,7 @@ class Pipeline:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
         if request.record.waits:
-            spec = request.spec
-            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
+            self._check_start(request)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()
@@ -275,6 +281,7 @@ class Pipeline:
                 self._prefill_outputs(request, replica, progress, handoff)
             ) as outputs:
                 async for output in outputs:
+                    self._backlog.note_first_token(place)
                     if output.is_last:
                         self._backlog.begin(place)
                     yield output
@@ -293,8 +300,21 @@ class Pipeline:
             self._placement.note_answer(progress.num_tokens)
             place.send_wait_s = request.record.send_wait_s
             tenant.use_tokens(request.record.usage.completion_tokens)
+            if request.record.waits:  # else it has kept nobody waiting
+                num_tokens = request.num_prompt_tokens + progress.num_tokens
+                self._fleet.waiting.shares.settle(request.share, num_tokens)
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)
+
+    def _check_start(self, request: RoutedRequest) -> None:
+        """Refuses a request that has waited for too long."""
+        spec = request.spec
+        try:
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
+        except BatonError:
+            self._fleet.waiting.shares.settle(request.share, 0)
+            self._log.count_refusal("overload")
+            raise
 
     async def _prefill_outputs(
         self,

@@ -73,16 +73,44 @@ class Placement:
             request: the request.
             refused: ids of replicas that must not be chosen.
         """
-        replicas = self._decode_replicas(request, refused)
+        return self._choose_decode(request, self._decode_replicas(request, refused))
+
+    def pick_to_start(
+        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+    ) -> DecodeReplica | None:
+        """Chooses a replica for a request that nothing has been computed of; None if none would
+        start it soon. Prompts wait in the router, and not for prefill, so that tenants take turns.
+
+        Args:
+            request: the request.
+            refused: ids of replicas that must not be chosen.
+        """
+        replicas = [
+            replica
+            for replica in self._decode_replicas(request, refused)
+            if replica.may_start(self.missing_blocks(request, replica))
+        ]
+        replica = self._choose_decode(request, replicas)
+        if replica is None or self._fleet.may_start_prompts:
+            return replica
+        return None if self.plan_prompt(request, replica).is_remote else replica
+
+    def may_decode(self, request: RoutedRequest, refused: frozenset[str] = frozenset()) -> bool:
+        """Whether a replica would take the request now, into its queue at least."""
+        return bool(self._decode_replicas(request, refused))
+
+    def may_need_prefill(self, request: RoutedRequest) -> bool:
+        """Whether the prompt is so long that a prefill replica might compute it."""
+        return request.num_prompt_tokens > (self._max_local_prefill_tokens or request.block_size)
+
+    def _choose_decode(
+        self, request: RoutedRequest, replicas: Sequence[DecodeReplica]
+    ) -> DecodeReplica | None:
         if not replicas:
             return None
         candidates = [replica.candidate() for replica in replicas]
         choice = self._policy.pick_decode(candidates, self._prompt(request))
         return _take(choice, replicas, request)
-
-    def may_decode(self, request: RoutedRequest) -> bool:
-        """Whether a replica would take the request now."""
-        return bool(self._decode_replicas(request))
 
     def pick_prefill(
         self, request: RoutedRequest, tried: frozenset[str] = frozenset()

@@ -246,12 +246,11 @@ class PrefillStage:
         if self._fleet.no_prefill_policy != "wait":
             return self._pick(prompt)
         request = prompt.request
-        timeout_s = request.record.queue_left_s(self._queue_timeout_s)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
                 lambda: self._pick(prompt),
-                Turn.of(request.spec),
-                timeout_s,
+                Turn.of(request.spec, request.share),
+                self._queue_timeout_s,
                 lambda: ("prefill", frozenset(prompt.tried), self._fitting(request)),
             )
 

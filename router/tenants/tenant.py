@@ -10,6 +10,7 @@ from typing import Protocol
 from baton.common.errors import PermissionDeniedError, Reason, ResourceExhaustedError
 from baton.common.short_texts import short_repr
 from router.config.tenants import TenantPolicy
+from router.fleet.fair_shares import Share
 from router.processes.counts import Account, Counts, LocalAccount
 from router.tenants.token_bucket import TokenBucket
 from rpc.logs import CURRENT_CALL
@@ -69,6 +70,11 @@ class Tenant:
         self._clock = clock
         self._count_refusal = count_refusal
         self._account = account or LocalAccount()
+
+    @property
+    def share(self) -> Share:
+        """Its name and weight, for those who divide the replicas among tenants."""
+        return Share(self.name, self.policy.weight)
 
     @property
     def max_requests(self) -> float:

@@ -311,7 +311,7 @@ async def test_the_bodies_of_one_tenant_leave_room_for_those_of_others(tmp_path:
             heads.append(asyncio.ensure_future(reader.readuntil(b"\r\n\r\n")))
         # The one that is too many is not always the last one.
         done, others = await asyncio.wait(heads, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert [head.result().startswith(b"HTTP/1.1 503") for head in done] == [True]
+        assert [head.result().startswith(b"HTTP/1.1 429") for head in done] == [True]
         for head in others:
             head.cancel()
         client = openai_client(api, OTHER_KEY)
@@ -373,6 +373,28 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path):
             stream.cancel()
 
 
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+async def test_a_tenant_with_few_requests_does_not_wait_for_all_of_another(tmp_path: Path):
+    decode = FakeDecode(ENDLESS, pause_after=3, max_num_requests=1)
+    async with closed_router(tmp_path, decode) as api:
+        waiting = api.router.fleet.waiting
+        calls = []
+        for number, key in enumerate([KEY] * 12 + [OTHER_KEY]):
+            message = request(request_id=f"{number}", max_tokens=100)
+            calls.append(asyncio.create_task(awaited(generate(api, key, message))))
+            await until(lambda number=number: len(waiting) == number)
+            if not number:
+                await decode.changes.until(lambda: decode.running)
+        decode.resume()
+        await asyncio.gather(*calls)
+    ids = [start.spec.request_id.partition("/")[0] for start in decode.starts]
+    assert ids.index("12") <= 6
+    assert [each for each in ids if each != "12"] == [str(number) for number in range(12)]
+
+
 # Calls beside requests.
 
 
@@ -393,7 +415,7 @@ async def test_calls_of_the_tokenizer_have_a_limit_of_their_own(
                 ("/v1/messages/count_tokens", MESSAGE),
             ):
                 answer = await api.http.post(path, json=body, headers=bearer(KEY))
-                assert answer.status_code == 429, path
+                assert answer.status_code == 503, path
             message = generation_pb2.TokenizeRequest(text="a")
             call = api.router.stub.Tokenize(message, metadata=metadata(KEY))
             assert (await error_of(call)).code().name == "RESOURCE_EXHAUSTED"

@@ -18,6 +18,7 @@ from baton.common.errors import (
 )
 from baton.common.security.tokens import hash_of_key, new_key
 from router.config.tenants import TenantPolicy, TenantsConfig
+from router.fleet.fair_shares import Share
 from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of, read_tenants
 from router.tenants.token_bucket import TokenBucket
@@ -230,6 +231,20 @@ def test_a_file_says_who_calls_and_what_they_may(tmp_path: Path):
     assert tenant.priority(-9) == -1
     assert tenants.find([OTHER_KEY]).name == "b"
     assert tenants.find([KEY]) is tenant
+
+
+def test_a_tenant_has_a_weight(tmp_path: Path):
+    path = write_tenants(tmp_path, entry_of("a", KEY, weight=3), entry_of("b", OTHER_KEY))
+    tenants = Tenants(TenantsConfig(tenants=path))
+    assert tenants.find([KEY]).share == Share("a", 3)
+    assert tenants.find([OTHER_KEY]).share == Share("b", 1)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1001])
+def test_a_bad_weight_is_refused(tmp_path: Path, weight: int):
+    path = write_tenants(tmp_path, entry_of("a", KEY, weight=weight))
+    with pytest.raises(ConfigurationError, match=f"entry 0: weight is {weight}; it must be in"):
+        Tenants(TenantsConfig(tenants=path))
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
