@@ -1,7 +1,7 @@
 """`SimulatedRequest`: the requests of a trace as block keys and times. Pure."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -53,24 +53,33 @@ class SimulatedRequest:
 
 
 def make_requests(
-    lines: Iterable[TraceLine], *, time_scale: float, max_total_tokens: int, seed: int
+    lines: Sequence[TraceLine],
+    *,
+    num_folds: int = 1,
+    time_scale: float = 1.0,
+    max_total_tokens: int,
+    seed: int,
 ) -> Sequence[SimulatedRequest]:
     """Returns the requests of a trace, in the order of their arrival.
 
     Args:
         lines: the trace.
+        num_folds: the trace is cut into so many parts of equal duration, which arrive at the same
+            time. A rate that is raised so leaves conversations the pauses between their turns.
+            Parts have nothing in common but first blocks, as of a system prompt.
         time_scale: arrival times are multiplied by it.
         max_total_tokens: longer requests, prompt and answer, are left out.
         seed: spreads the requests of one moment of the trace.
     """
+    part_ms = (lines[-1].timestamp_ms + _QUANTUM_MS) / num_folds
     source = random.Random(seed)
     requests = [
         SimulatedRequest(
             number=number,
-            arrival_s=(line.timestamp_ms + source.uniform(0, _QUANTUM_MS)) / 1000 * time_scale,
+            arrival_s=_within(line, part_ms, source.uniform(0, _QUANTUM_MS)) * time_scale,
             num_tokens=line.input_length,
             num_output_tokens=line.output_length,
-            keys=_keys_of(line),
+            keys=_keys_of(line, int(line.timestamp_ms // part_ms)),
         )
         for number, line in enumerate(lines)
         if line.input_length + line.output_length <= max_total_tokens
@@ -84,16 +93,22 @@ def make_requests(
     return requests
 
 
+def _within(line: TraceLine, part_ms: float, delay_ms: float) -> float:
+    """Returns the seconds from the start of its part to a request."""
+    return (line.timestamp_ms % part_ms + delay_ms) / 1000
+
+
 def _num_leading(keys: Sequence[bytes], seen: set[bytes]) -> int:
     return next((place for place, key in enumerate(keys) if key not in seen), len(keys))
 
 
-def _keys_of(line: TraceLine) -> Sequence[bytes]:
-    """The chained keys of the prompt's full blocks."""
+def _keys_of(line: TraceLine, fold: int) -> Sequence[bytes]:
+    """The chained keys of the prompt's full blocks, from the second on those of its part alone."""
     keys: list[bytes] = []
     key = b""
     for hash_id in line.hash_ids[: line.input_length // BLOCK_TOKENS]:
-        key = blake2b(key + hash_id.to_bytes(8, "little"), digest_size=16).digest()
+        part = fold.to_bytes(4, "little") if keys else b""
+        key = blake2b(key + part + hash_id.to_bytes(8, "little"), digest_size=16).digest()
         keys.append(key)
     return keys
 

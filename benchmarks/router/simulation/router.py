@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from baton.v1 import worker_pb2
-from benchmarks.router.simulation.replica import SimulatedDecode, SimulatedPrefill, SimulatedReplica
+from benchmarks.router.simulation.decode import SimulatedDecode
+from benchmarks.router.simulation.prefill import SimulatedPrefill
+from benchmarks.router.simulation.replica import SimulatedReplica
 from benchmarks.router.simulation.requests import BLOCK_TOKENS, SimulatedRequest
 from benchmarks.router.simulation.virtual_time import VirtualTime
 from router.fleet.replica_load import ReplicaLoad

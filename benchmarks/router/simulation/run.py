@@ -7,12 +7,9 @@ from functools import partial
 from statistics import fmean, quantiles
 
 from baton.v1 import worker_pb2
-from benchmarks.router.simulation.replica import (
-    SimulatedDecode,
-    SimulatedPrefill,
-    SimulatedReplica,
-    Speeds,
-)
+from benchmarks.router.simulation.decode import SimulatedDecode
+from benchmarks.router.simulation.prefill import SimulatedPrefill
+from benchmarks.router.simulation.replica import SimulatedReplica, Speeds
 from benchmarks.router.simulation.requests import SimulatedRequest, make_requests
 from benchmarks.router.simulation.router import OracleRouter, SimulatedRouter
 from benchmarks.router.simulation.virtual_time import VirtualTime
@@ -50,13 +47,15 @@ class Setting:
         """The requests of the trace, at the rate that makes the load."""
         max_tokens = self.speeds.num_blocks * 512 * 9 // 10
         make = partial(make_requests, self.lines, max_total_tokens=max_tokens, seed=seed)
-        requests = make(time_scale=1.0)
+        requests = make()
         work_s = sum(
             self.speeds.prompt_s + request.num_tokens * self.speeds.prompt_token_s
             for request in requests
         )
-        duration_s = requests[-1].arrival_s - requests[0].arrival_s
-        return make(time_scale=work_s / self.num_replicas / self.load / duration_s)
+        trace_s = requests[-1].arrival_s - requests[0].arrival_s
+        duration_s = work_s / self.num_replicas / self.load
+        num_folds = max(round(trace_s / duration_s), 1)
+        return make(num_folds=num_folds, time_scale=duration_s * num_folds / trace_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

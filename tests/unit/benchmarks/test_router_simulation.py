@@ -3,7 +3,9 @@
 import pytest
 
 from benchmarks.router.policies import measure_policies, policy_table
-from benchmarks.router.simulation.replica import SimulatedDecode, SimulatedPrefill, Speeds
+from benchmarks.router.simulation.decode import SimulatedDecode
+from benchmarks.router.simulation.prefill import SimulatedPrefill
+from benchmarks.router.simulation.replica import Speeds
 from benchmarks.router.simulation.requests import (
     BLOCK_TOKENS,
     SimulatedRequest,
@@ -55,6 +57,16 @@ def test_requests_share_the_keys_of_common_beginnings():
     assert [request.is_follow_up for request in requests] == [False, True, True, False]
     for request, line in zip(requests, lines, strict=False):
         assert 0 <= request.arrival_s - line.timestamp_ms / 2000 <= 1.5
+
+
+def test_a_folded_trace_arrives_in_parts_at_once_which_share_first_blocks_alone():
+    lines = [TraceLine(9000 * n, 2 * BLOCK_TOKENS + 1, 8, (0, 1, n + 2)) for n in range(4)]
+    requests = make_requests(lines, num_folds=2, max_total_tokens=2000, seed=1)
+    assert sorted(request.arrival_s // 3 for request in requests) == [0, 1, 3, 4]
+    assert {request.number for request in requests[:2]} == {0, 2}
+    assert len({request.keys[0] for request in requests}) == 1
+    assert len({request.keys[1] for request in requests}) == 2
+    assert sorted(request.num_shared_tokens for request in requests) == [0, 512, 1024, 1024]
 
 
 def request_of(number, keys, num_tokens=None):
