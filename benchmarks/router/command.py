@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
@@ -12,6 +13,7 @@ from benchmarks.router.decision import decision_table, measure_decisions
 from benchmarks.router.idle import idle_table, measure_idle
 from benchmarks.router.long_prompts import long_prompt_table, measure_long_prompts
 from benchmarks.router.overload import measure_overload, overload_table
+from benchmarks.router.policies import measure_policies, policy_table
 from benchmarks.router.streams import measure_streams, stream_table
 from benchmarks.workloads.kind import refuse_below
 
@@ -41,6 +43,8 @@ _PARTS = {
     "overload": _Part(measure_overload, overload_table),
     # Needs 20,000 open files and two minutes.
     "connections": _Part(measure_connections, connection_table, is_default=False),
+    # Takes an hour.
+    "policies": _Part(measure_policies, policy_table, is_default=False),
 }
 
 
@@ -49,6 +53,12 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     default = ", ".join(name for name, part in _PARTS.items() if part.is_default)
     parser.add_argument(
         "--part", choices=_PARTS, action="append", help=f"repeatable (default: {default})"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="trace in Mooncake's format for --part policies (default: made-up conversations)",
     )
     parser.add_argument(
         "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
@@ -71,12 +81,13 @@ def main(args: argparse.Namespace) -> int:
     80% of capacity. decision: the choice of a replica. long-prompts: prompts of 100k tokens, and
     short requests beside them. idle: a router that has replicas and no requests. connections:
     10,000 streams at once, and the memory of each. The workers have no model: they send a token per
-    stream and step.
+    stream and step. overload: three times as many requests as can be served, over simulated
+    replicas. policies: routing policies on a trace, over simulated replicas.
     """
     check_output_args(args)
     refuse_below(1, processes=args.processes)
     names = args.part or [name for name, part in _PARTS.items() if part.is_default]
-    options = {"streams": {"num_processes": args.processes}}
+    options = {"streams": {"num_processes": args.processes}, "policies": {"trace": args.trace}}
     rows = {
         name: _PARTS[name].measure(is_smoke=args.smoke, **options.get(name, {}))
         for name in _PARTS
