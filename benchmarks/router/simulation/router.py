@@ -102,7 +102,8 @@ class SimulatedRouter:
         (candidate,) = self._candidates({decode.worker_id: decode})
         costs = [prefill_cost(candidate, prompt) for candidate in candidates]
         places = compare_places(candidate, prompt, min(costs, key=order_of))
-        uncached = prompt.num_tokens - prompt.cached_tokens(candidate)
+        cached = prompt.match.blocks(candidate.replica_id) * prompt.block_size
+        uncached = max(prompt.num_tokens - cached, 1)
         return wants_remote_prefill(uncached, places, None)
 
     def _send_prompt(
@@ -113,7 +114,8 @@ class SimulatedRouter:
         decode: SimulatedDecode,
     ) -> None:
         cached = prompt.match.blocks(prefill.worker_id)
-        missing = prompt.num_blocks - prompt.match.blocks(decode.worker_id)
+        num_blocks = -(-prompt.num_tokens // prompt.block_size)
+        missing = num_blocks - prompt.match.blocks(decode.worker_id)
         num_tokens = max(request.num_tokens - cached * BLOCK_TOKENS, 1)
         queued = ExitStack()
         queued.enter_context(self._loads[prefill.worker_id].reserve(num_tokens, 0))
