@@ -71,7 +71,7 @@ bench-gpu: ## measure a GPU: kernels, steps, tiers; see docs/gpu.md
 check: lint type test test-slow ## lint, type and test
 
 clean: ## remove .venv and all generated files that git ignores
-	rm -rf $(VENV) $(INTEGRATIONS) kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(INTEGRATIONS) kernels/native/lib kvstore/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: each set of packages contains the smaller ones.
@@ -117,8 +117,9 @@ $(INTEGRATIONS)/.installed: pyproject.toml
 	    --retries 1 $(PIP_ARGS) --group integrations && touch $@ \
 	    || echo "the client libraries could not be installed" >&2
 
-# The CPU kernels. The installation compiles them too; this rule follows later changes of the
-# sources. Exit status 2 means that there is no compiler; torch then computes.
-$(VENV)/.native: $(wildcard kernels/native/src/* kernels/library/build.py kernels/library/variants.py) | $(BIN)/python
+# The CPU kernels, and block keys. The installation compiles them too; this rule follows later
+# changes of the sources. Exit status 2 means that there is no compiler; torch then computes.
+$(VENV)/.native: $(wildcard kernels/native/src/* kvstore/native/src/*) \
+    $(wildcard kernels/library/build.py kernels/library/variants.py) | $(BIN)/python
 	$(BIN)/python -m kernels.library.build || test $$? -eq 2
 	@touch $@

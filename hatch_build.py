@@ -9,6 +9,7 @@ wheel is pure and the kernels fall back to torch: slower, and `baton doctor` say
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,23 @@ class NativeKernelsHook(BuildHookInterface):
         """
         root = Path(self.root)
         build, variants = _import_build_modules(root)
-        wanted = variants.variants_for()
-        outcomes = build.build(
-            compiler=build.find_compiler(), variants=wanted, report=self._tell_outcome
-        )
-        libraries = [variants.library_path(outcome.variant) for outcome in outcomes]
-        built = [library for library in libraries if library.exists()]
-        if not built:
-            self.app.display_warning(
-                "No native CPU kernels: inference on the CPU will run on torch, which is slower. "
-                "Install a C++20 compiler and install again, or run "
-                "`python -m kernels.library.build`."
+        compiler, built, records = build.find_compiler(), [], []
+        for libraries in variants.library_sets(root):
+            outcomes = build.build(
+                libraries.source_folder,
+                libraries.library_folder,
+                compiler=compiler,
+                variants=libraries.variants,
+                report=partial(self._tell_outcome, libraries.name),
             )
+            folder, names = libraries.library_folder, [outcome.variant for outcome in outcomes]
+            existing = [p for name in names if (p := variants.library_path(name, folder)).exists()]
+            if not existing:
+                self._warn(libraries.name, libraries.without)
+            built += existing
+            records += [variants.record_path(name, folder) for name in names]
         if version == "editable":
             return
-        records = [variants.record_path(variant.name) for variant in wanted]
         for path in (*built, *records):
             build_data["force_include"][str(path)] = path.relative_to(root).as_posix()
         protos = root / "protos"
@@ -51,8 +54,14 @@ class NativeKernelsHook(BuildHookInterface):
             build_data["pure_python"] = False
             build_data["infer_tag"] = True
 
-    def _tell_outcome(self, outcome: Any) -> None:
-        line = f"CPU kernels, {outcome.variant}: {outcome.status.value}"
+    def _warn(self, name: str, consequence: str) -> None:
+        self.app.display_warning(
+            f"No native {name}: {consequence}. Install a C++20 compiler and install again, or run "
+            "`python -m kernels.library.build`."
+        )
+
+    def _tell_outcome(self, name: str, outcome: Any) -> None:
+        line = f"{name}, {outcome.variant}: {outcome.status.value}"
         if outcome.problem:
             self.app.display_warning(
                 "\n".join([f"{line}: {outcome.problem}", outcome.output]).rstrip()

@@ -19,7 +19,7 @@ _DEADLINE_S = 2700.0
 _BUSY_LOAD = 0.5
 PARTS = (
     PlannedPart("split_vs_whole", ("split",), 110),
-    PlannedPart("router", ("router",), 150),
+    PlannedPart("router", ("router", "--part", "streams"), 210),
     PlannedPart("scheduling", ("scheduling",), 60),
     PlannedPart(
         "speculation", ("speculation", "--batch-size", "1", "8", "--max-tokens", "64"), 150

@@ -7,6 +7,7 @@ response per engine step; one that lags gets the tokens of several steps in one.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -17,7 +18,7 @@ from typing_extensions import override
 from baton.common.errors import AlreadyExistsError, BatonError, InternalError, InvalidArgumentError
 from baton.common.observe.traceparent import parse_traceparent
 from baton.common.request.sampling_params import MAX_LOGPROBS
-from baton.common.request.spec_wire import receive_spec
+from baton.common.request.spec_wire import read_message, spec_from_proto
 from baton.v1 import decode_pb2, decode_pb2_grpc, request_pb2
 from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason
@@ -126,21 +127,28 @@ class RouterSession:
             return
         try:
             check_namespace(start.namespace, self._engine.namespace)
-            request = EngineRequest(
-                spec=await receive_spec(start.spec),
-                progress=progress_from_proto(start.candidates),
-                first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
-                handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
-                skips_lookup=start.skip_lookup,
-            )
+            request = await read_message(start, partial(self._read_start, start, time.monotonic()))
             self._live[request_id] = request
-            self._engine.submit(request, partial(self._on_output, request))
+            self._engine.submit(request, partial(self._on_output, request), is_checked=True)
         except BatonError as error:
             self._refuse(request_id, error)
         except Exception:
             with serving(CallInfo(request_id, parse_traceparent(start.spec.traceparent))):
                 _LOGGER.exception("start failed request_id=%s", ascii(request_id))
             self._refuse(request_id, InternalError("internal error"))
+
+    def _read_start(self, start: decode_pb2.StartDecode, now: float) -> EngineRequest:
+        """The checked request of a command. Runs in any thread."""
+        request = EngineRequest(
+            spec=spec_from_proto(start.spec, now=now),
+            progress=progress_from_proto(start.candidates),
+            first_beams=tuple((beam.token_id, beam.logprob) for beam in start.first_beams),
+            handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
+            skips_lookup=start.skip_lookup,
+            prefix=handoff_from_proto(start.prefix) if start.HasField("prefix") else None,
+        )
+        self._engine.check(request)
+        return request
 
     def _prefetch(self, prefetch: decode_pb2.PrefetchKv) -> None:
         """Drops blocks that do not match; the start of their request reports the mismatch."""

@@ -89,8 +89,9 @@ class EngineConfig:
     )
     quantized_compute: str = flag(
         "auto",
-        "how quantized weights are computed on a CPU: exact, as if they were stored in --dtype; "
-        "fast, with inputs rounded to eight bits; auto, fast in bfloat16 and exact in float32; "
+        "how quantized weights are computed: exact, as if they were stored in --dtype; fast, with "
+        "inputs rounded to eight bits (on a GPU of FP8 alone); auto, fast in bfloat16 and exact in "
+        "other types; "
         "prefill and decode need the same",
         choices=("auto", *QUANTIZED_COMPUTE),
     )

@@ -1,5 +1,6 @@
 """Requests to the engine and outputs from it: plain data."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 
@@ -14,6 +15,7 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "FinishReason",
+    "PrefixRequest",
     "Role",
     "StageTimings",
 ]
@@ -82,6 +84,8 @@ class EngineRequest:
         handoff: where the prompt's KV is; None to compute what is not cached.
         skips_lookup: whether not to look the prompt up in a KV store, for which the request has
             waited already.
+        prefix: where leading blocks of the prompt are that another engine lends; not used if
+            `handoff` is set. What cannot be loaded is computed, whatever the policy is.
     """
 
     spec: RequestSpec
@@ -90,11 +94,29 @@ class EngineRequest:
     first_beams: tuple[tuple[int, float], ...] = ()
     handoff: KvHandoff | None = None
     skips_lookup: bool = False
+    prefix: KvHandoff | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether another replica has generated tokens already."""
         return bool(self.progress or self.first_beams)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """Another engine's wish to load the beginning of a prompt from this one's prefix cache.
+
+    Attributes:
+        lease_id: id of the handoff that it gets. The lease ends like that of any other handoff.
+        keys: keys of the prompt's transfer blocks, as far as they are asked for.
+        answer: called once on the engine's thread: with the handoff when the blocks can be
+            loaded; with None if there are none, if they cannot be kept, or if the lease ended
+            before.
+    """
+
+    lease_id: str
+    keys: Sequence[bytes]
+    answer: Callable[[KvHandoff | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +235,13 @@ class EngineLoad:
         num_state_hits: sequences that began at a state of the prefix cache.
         num_state_lost_tokens: tokens that were computed again though their K and V were in the
             prefix cache, as no state was at their end.
+        prompt_token_s: seconds to compute one more token of a prompt, as measured.
+        decode_step_s: seconds in which each sequence decodes once while all seats are taken.
+        queued_prompt_s: seconds to compute the queued prompt tokens.
+        load_bytes_per_s: bytes of KV that loads have brought per second; 0 unless some ended
+            lately.
+        age_s: requests that arrived less than this long ago may be missing in this load.
+        newest_kv_event: number of the newest event of the prefix cache; 0 before the first.
     """
 
     num_running: int
@@ -239,3 +268,9 @@ class EngineLoad:
     num_skipped_states: int = 0
     num_state_hits: int = 0
     num_state_lost_tokens: int = 0
+    prompt_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    queued_prompt_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+    age_s: float = 0.0
+    newest_kv_event: int = 0

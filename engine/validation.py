@@ -64,6 +64,10 @@ def check_request(
         request.handoff.check_compatible(namespace=namespace, connector=connector)
         has_states = info.states is not None
         _check_handoff(request, request.handoff, config.transfer_block_size, has_states)
+    if request.prefix is not None:
+        connector = connector_name(config.kv_connector)
+        request.prefix.check_compatible(namespace=namespace, connector=connector)
+        _check_prefix(request.spec, request.prefix, config.transfer_block_size)
 
 
 def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:
@@ -285,3 +289,15 @@ def _check_handoff(
     if handoff.block_keys != keys.of_prompt(handed_over, handoff.handoff_id):
         # Equal keys mean equal bytes; other keys would name another prompt's KV.
         raise FailedPreconditionError("handoff.block_keys are not the keys of this prompt")
+
+
+def _check_prefix(spec: RequestSpec, prefix: KvHandoff, block_size: int) -> None:
+    if spec.params.prompt_logprobs is not None:
+        raise InvalidArgumentError("prefix is set together with prompt_logprobs; set one of them")
+    prompt, num_tokens = spec.prompt_token_ids, prefix.num_tokens
+    if num_tokens not in range(block_size, len(prompt), block_size):
+        limit = f"a multiple of {block_size} below the prompt's {len(prompt)}"
+        raise InvalidArgumentError.for_field("prefix.num_tokens", num_tokens, limit)
+    keys = BlockKeyChain(prefix.namespace, block_size, cache_salt=spec.cache_salt)
+    if prefix.block_keys != tuple(keys.extend(prompt[:num_tokens])):
+        raise FailedPreconditionError("prefix.block_keys are not the keys of this prompt")

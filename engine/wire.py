@@ -4,12 +4,20 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from baton.common.errors import FailedPreconditionError
 from baton.v1 import common_pb2, request_pb2, worker_pb2
 from engine.batch import TokenLogprobs
-from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
+from engine.kv_cache.events import (
+    BlocksMissing,
+    BlocksRemoved,
+    BlocksSaved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+)
+from engine.kv_cache.spec import KvCacheSpec
 from engine.metrics.counts import EngineMetrics
 from engine.request import CandidateProgress, EngineLoad, EngineOutput, FinishReason, StageTimings
 from kvstore.guard.metrics import KvMetrics
@@ -17,6 +25,7 @@ from kvstore.guard.status import BackendStatus
 from kvstore.handoff import brief_digest
 
 __all__ = [
+    "cache_groups_to_proto",
     "check_namespace",
     "counters_to_proto",
     "finish_reason_to_proto",
@@ -39,10 +48,11 @@ _FINISH_REASONS = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 
+_GROUP = worker_pb2.CacheGroup
 _LOAD_FIELDS = tuple(field.name for field in fields(EngineLoad))
 
-_MAX_KEYS = 2**16
-"""Keys in one message; keeps it well below rpc.channels.MAX_MESSAGE_BYTES."""
+_MAX_KEYS = 2**12
+"""Keys in one message, which a router applies in a few milliseconds."""
 
 
 # Requests.
@@ -192,7 +202,27 @@ def counters_to_proto(metrics: EngineMetrics, transfers: KvMetrics) -> worker_pb
     )
 
 
-# Events of the prefix cache.
+# The prefix cache.
+
+
+def cache_groups_to_proto(
+    spec: KvCacheSpec, num_blocks: int, num_slots: int
+) -> list[worker_pb2.CacheGroup]:
+    """The messages of an engine's layer groups.
+
+    Args:
+        spec: the layer groups.
+        num_blocks: blocks in the pool.
+        num_slots: slots for states in the pool.
+    """
+    groups = []
+    for window in spec.windows:
+        kind = _GROUP.KIND_FULL if window is None else _GROUP.KIND_WINDOW
+        blocks = 0 if window is None else -(-(window - 1) // spec.block_size)
+        groups.append(_GROUP(kind=kind, window_blocks=blocks, max_blocks=num_blocks))
+    if spec.state_group is not None:
+        groups.append(_GROUP(kind=_GROUP.KIND_STATE, max_blocks=num_slots))
+    return groups
 
 
 def kv_event_responses(events: Sequence[KvEvent]) -> Iterator[worker_pb2.WatchKvEventsResponse]:
@@ -218,32 +248,32 @@ def _parts(event: KvEvent) -> Iterator[KvEvent]:
         return
     for start in range(0, len(keys), _MAX_KEYS):
         part = keys[start : start + _MAX_KEYS]
-        if isinstance(event, BlocksStored):
-            yield BlocksStored(event.sequence_number, part, _parent(event, start))
-        else:
-            yield BlocksRemoved(event.sequence_number, part)
-
-
-def _parent(event: BlocksStored, start: int) -> bytes | None:
-    """The key before the part that begins at `start`. A snapshot's keys have no order and no
-    parents.
-    """
-    return event.keys[start - 1] if start and event.parent is not None else event.parent
+        if isinstance(event, BlocksStored) and start:
+            yield replace(event, keys=part, parent=keys[start - 1])
+        elif not isinstance(event, CacheCleared):
+            yield replace(event, keys=part)
 
 
 def _keys(event: KvEvent) -> tuple[bytes, ...]:
-    return event.keys if isinstance(event, BlocksStored | BlocksRemoved) else ()
+    return () if isinstance(event, CacheCleared) else event.keys
 
 
 def _event_to_proto(event: KvEvent) -> worker_pb2.KvEvent:
     message = worker_pb2.KvEvent(sequence_number=event.sequence_number)
     match event:
-        case BlocksStored(_, keys, parent):
+        case BlocksStored(_, keys, parent, layer_group):
             message.stored.keys.extend(keys)
+            message.stored.group = layer_group
             if parent is not None:
                 message.stored.parent = parent
-        case BlocksRemoved(_, keys):
+        case BlocksRemoved(_, keys, layer_group):
             message.removed.keys.extend(keys)
-        case _:
+            message.removed.group = layer_group
+        case BlocksSaved(_, keys, ttl_s):
+            message.saved.keys.extend(keys)
+            message.saved.ttl_s = ttl_s
+        case BlocksMissing(_, keys):
+            message.missing.keys.extend(keys)
+        case CacheCleared():
             message.cleared.SetInParent()
     return message

@@ -17,12 +17,14 @@ from engine.loop.async_engine import AsyncEngine
 from engine.metrics.export import EngineDescription, EngineExport, StatsLog, VllmExport
 from engine.request import Role
 from engine.wire import (
+    cache_groups_to_proto,
+    check_namespace,
     counters_to_proto,
     kv_backends_to_proto,
     kv_event_responses,
     load_to_proto,
 )
-from kvstore.handoff import connector_name
+from kvstore.handoff import check_keys, connector_name, handoff_to_proto
 from kvstore.layout import LAYOUT_VERSION
 
 __all__ = ["EngineWorker", "register_metrics"]
@@ -104,6 +106,27 @@ class EngineWorker:
         """Empties the prefix cache; returns how many blocks were cached."""
         return await self._engine.reset_prefix_cache()
 
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        """Lends the beginning of a prompt from the prefix cache; cancelling takes it back.
+
+        Raises:
+            FailedPreconditionError: the engine has another namespace, or cannot lend.
+            InvalidArgumentError: a key has another length.
+        """
+        check_namespace(request.namespace, self._engine.namespace)
+        if not self.info.lends_prefixes:
+            raise FailedPreconditionError(
+                "this worker cannot lend prefixes: it has no --kv-connector between peers, or "
+                "does not cache prefixes"
+            )
+        check_keys("keys", request.keys)
+        handoff = await self._engine.lend_prefix(tuple(request.keys))
+        return worker_pb2.LendPrefixResponse(
+            handoff=None if handoff is None else handoff_to_proto(handoff)
+        )
+
     async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
         """Yields the cache's content, then each change; the caller closes the generator."""
         async with aclosing(self._engine.kv_events()) as batches:
@@ -149,6 +172,10 @@ def _describe(engine: AsyncEngine) -> worker_pb2.GetInfoResponse:
         kv_connector=connector_name(config.kv_connector),
         version=__version__,
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
+        lends_prefixes=engine.lends_prefixes,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        cache_groups=cache_groups_to_proto(spec, engine.num_blocks, engine.load().num_slots),
+        caches_prefixes=config.enable_prefix_caching,
     )
 
 

@@ -12,13 +12,18 @@ namespace, everything else that KV bytes depend on. So equal keys mean equal
 bytes. A partial tail's key also depends on the handoff's id: tails are made for
 one handoff and deleted with it, so two requests must never share one.
 
-Pure: imports the standard library only, because the router imports this module.
+Pure: needs the standard library only, because the router imports this module. The keys of long
+prompts come from `kvstore.native_keys` if its library was built, so other threads run meanwhile.
 """
 
+import logging
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
+
+from kvstore.native_keys import HashBlocks, load_library
 
 __all__ = [
     "KEY_BYTES",
@@ -34,6 +39,12 @@ __all__ = [
 
 KEY_FORMAT_VERSION = 1
 KEY_BYTES = 32
+_FULL = b"full"
+_LOGGER = logging.getLogger("baton.kvstore")
+_MIN_NATIVE_BLOCKS = 4
+"""Python computes the keys of fewer blocks as soon as the library is called."""
+_MAX_PIECE_TOKENS = 4096
+"""The most token ids that are converted at once; other threads run in between."""
 
 
 def derive_namespace(
@@ -168,9 +179,11 @@ class BlockKeyChain:
             All keys; see `keys`.
         """
         size, keys = self._block_size, self._keys
-        for index in range(len(keys), len(token_ids) // size):
-            block = token_ids[index * size : (index + 1) * size]
-            keys.append(_hash(b"full", keys[-1] if keys else self._root, _token_bytes(block)))
+        missing = range(len(keys), len(token_ids) // size)
+        step = max(_MAX_PIECE_TOKENS // size, 1)
+        for start in missing[::step]:
+            piece = token_ids[start * size : min(start + step, missing.stop) * size]
+            keys += _block_keys(keys[-1] if keys else self._root, piece, size)
         if self._pool_keys is not keys:
             step = self._per_pool_block
             self._pool_keys += keys[(len(self._pool_keys) + 1) * step - 1 :: step]
@@ -232,6 +245,47 @@ def slice_key(key: bytes, number: int) -> bytes:
     return _hash(b"slice", key, number.to_bytes(4, "little")) if number else key
 
 
+def _block_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Returns the keys of successive full blocks."""
+    hash_blocks = _native() if len(token_ids) >= _MIN_NATIVE_BLOCKS * block_size else None
+    if hash_blocks is None:
+        return _python_block_keys(parent, token_ids, block_size)
+    return _hash_blocks(hash_blocks, parent, token_ids, block_size)
+
+
+def _python_block_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    keys = []
+    for start in range(0, len(token_ids), block_size):
+        parent = _hash(_FULL, parent, _token_bytes(token_ids[start : start + block_size]))
+        keys.append(parent)
+    return keys
+
+
+def _hash_blocks(
+    hash_blocks: HashBlocks, parent: bytes, token_ids: Sequence[int], block_size: int
+) -> list[bytes]:
+    joined = hash_blocks(_person(_FULL), parent, array("I", token_ids), block_size, KEY_BYTES)
+    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+
+
+@cache
+def _native() -> HashBlocks | None:
+    """Returns the library's function, if it computes the same keys as Python does: one that was
+    built from other sources may not.
+    """
+    hash_blocks = load_library()
+    if hash_blocks is None:
+        return None
+    parent = _hash(b"root")
+    for block_size in (1, 20, 23):  # hashes of less than a chunk of BLAKE2b, of one, and of more
+        token_ids = range(2**32 - 3 * block_size, 2**32)
+        expected = _python_block_keys(parent, token_ids, block_size)
+        if _hash_blocks(hash_blocks, parent, token_ids, block_size) != expected:
+            _LOGGER.warning("block keys are computed in Python: their library has another format")
+            return None
+    return hash_blocks
+
+
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
     words = array("I", token_ids)
     if sys.byteorder == "big":
@@ -241,8 +295,12 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
 
 def _hash(tag: bytes, *parts: bytes) -> bytes:
     """Returns BLAKE2b over length-prefixed parts, so that no two lists of parts collide."""
-    digest = blake2b(digest_size=KEY_BYTES, person=tag.ljust(16, b"\0"))
+    digest = blake2b(digest_size=KEY_BYTES, person=_person(tag))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+def _person(tag: bytes) -> bytes:
+    return tag.ljust(blake2b.PERSON_SIZE, b"\0")

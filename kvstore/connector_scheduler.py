@@ -67,6 +67,11 @@ class KvConnectorScheduler:
         # Look-ups by job: None while open, else the number of blocks that were found.
         self._found: dict[int, int | None] = {}
 
+    @property
+    def ttl_s(self) -> float:
+        """Seconds that saved blocks stay at least; 0.0 if that is not known."""
+        return self._lease_ms / 1000
+
     # Look-ups.
 
     def lookup(self, keys: Sequence[bytes]) -> int:

@@ -1,5 +1,6 @@
 """`KvHandoff`: the terms under which decode loads a prompt's KV, and their wire form."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.common.errors import FailedPreconditionError, InvalidArgumentError
@@ -11,6 +12,7 @@ from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 __all__ = [
     "KvHandoff",
     "brief_digest",
+    "check_keys",
     "connector_name",
     "handoff_from_proto",
     "handoff_to_proto",
@@ -70,7 +72,9 @@ class KvHandoff:
         """
         if self.namespace != namespace:
             ours, theirs = brief_digest(namespace), brief_digest(self.namespace)
-            raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
+            raise FailedPreconditionError(
+                f"KV namespace: this replica has {ours}, the handoff {theirs}"
+            )
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", _HANDOFF_FORMAT_VERSION, self.format_version),
             ("KV connector", connector, self.connector),
@@ -78,7 +82,9 @@ class KvHandoff:
         )
         for name, expected, sent in ours_and_theirs:
             if expected != sent:
-                raise FailedPreconditionError(f"{name}: decode has {expected}, prefill sent {sent}")
+                raise FailedPreconditionError(
+                    f"{name}: this replica has {expected}, the handoff {sent}"
+                )
 
 
 def brief_digest(namespace: bytes) -> str:
@@ -111,14 +117,10 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
     """
     if message.format_version != _HANDOFF_FORMAT_VERSION:
         raise FailedPreconditionError(
-            f"handoff format version: decode has {_HANDOFF_FORMAT_VERSION}, "
-            f"prefill sent {message.format_version}"
+            f"handoff format version: this replica has {_HANDOFF_FORMAT_VERSION}, "
+            f"the handoff {message.format_version}"
         )
-    for key in message.block_keys:
-        if len(key) != KEY_BYTES:
-            raise InvalidArgumentError.for_field(
-                "handoff.block_keys", key.hex()[:64], f"{KEY_BYTES} bytes each"
-            )
+    check_keys("handoff.block_keys", message.block_keys)
     return KvHandoff(
         handoff_id=message.handoff_id,
         namespace=message.namespace,
@@ -129,3 +131,14 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
     )
+
+
+def check_keys(field: str, keys: Iterable[bytes]) -> None:
+    """Refuses block keys of a message that are none.
+
+    Raises:
+        InvalidArgumentError: a key does not have `KEY_BYTES` bytes; names the field.
+    """
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise InvalidArgumentError.for_field(field, key.hex()[:64], f"{KEY_BYTES} bytes each")

@@ -5,6 +5,7 @@ however many outputs listed them.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from baton.common.request.sampling_params import SamplingParams
-from baton.common.request.spec_wire import receive_spec
+from baton.common.request.spec_wire import read_message, spec_from_proto
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, request_pb2
 from engine.loop.async_engine import AsyncEngine
 from engine.request import EngineOutput, EngineRequest, FinishReason
@@ -25,7 +26,7 @@ from engine.wire import (
     output_to_proto,
     timings_to_proto,
 )
-from kvstore.handoff import KvHandoff, handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from rpc.tracing import WorkerSpans
 
 __all__ = ["PrefillServicer", "PromptEvents"]
@@ -186,9 +187,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Frees the request if the caller leaves."""
         check_namespace(request.namespace, self._engine.namespace)
-        spec = await receive_spec(request.spec)
+        now = time.monotonic()
+        checked = await read_message(request, lambda: self._read(request, now))
+        spec = checked.spec
         events = PromptEvents(spec.params)
-        self._engine.submit(EngineRequest(spec=spec, hands_over=True), events.add)
+        self._engine.submit(checked, events.add, is_checked=True)
         try:
             async with aclosing(events.messages()) as messages:
                 async for message in messages:
@@ -208,6 +211,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if handoff_id:
             self._engine.release_handoff(handoff_id)
         return prefill_pb2.ReleaseHandoffResponse()
+
+    def _read(self, message: prefill_pb2.PrefillRequest, now: float) -> EngineRequest:
+        """The checked request of a message. Runs in any thread."""
+        prefix = handoff_from_proto(message.prefix) if message.HasField("prefix") else None
+        spec = spec_from_proto(message.spec, now=now)
+        request = EngineRequest(spec=spec, hands_over=True, prefix=prefix)
+        self._engine.check(request)
+        return request
 
     def _note_sent(self, request_id: str, handoff_id: str) -> None:
         self._sent[request_id] = handoff_id

@@ -14,16 +14,19 @@ from baton.common.errors import InvalidArgumentError, NotFoundError
 from baton.common.observe.metrics import Series
 from baton.common.short_texts import short_repr
 from baton.common.version import __version__
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, router_process_pb2, worker_pb2
 from router.fleet.replica import Replica
 from router.fleet.tier import Tier
 from router.generation_wire import usage_to_proto
 from router.models import Model, Models
-from router.observe.activity import Activity, RecentTimes
+from router.observe.activity import Activity
 from router.observe.metrics import RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.observe.request_timeline import stages_of
+from router.processes.merged_states import merge_states, merge_traces
+from router.processes.other_processes import OtherProcesses
+from router.routing.policy import Choice
 
 __all__ = ["ClusterServicer", "ClusterStatus"]
 
@@ -46,15 +49,24 @@ class ClusterStatus:
         self._metrics = metrics
         self._activity = activity
 
-    async def describe(self) -> cluster_pb2.GetClusterResponse:
-        """Asks the connected replicas for their counts, and returns the state of all."""
-        found = await asyncio.gather(*map(_replicas_of, self._models))
-        return cluster_pb2.GetClusterResponse(
+    async def describe(self, *, asks_replicas: bool) -> router_process_pb2.GetProcessResponse:
+        """Returns the state of this process and of the replicas.
+
+        Args:
+            asks_replicas: whether the connected replicas are asked for their counts.
+        """
+        found = await asyncio.gather(*(_replicas_of(m, asks_replicas) for m in self._models))
+        cluster = cluster_pb2.GetClusterResponse(
             version=__version__,
             uptime_s=self._activity.uptime_s,
             activity=self._describe_activity(),
             replicas=[replica for replicas in found for replica in replicas],
             warnings=filter(None, (model.fleet.stores.warning for model in self._models)),
+        )
+        return router_process_pb2.GetProcessResponse(
+            cluster=cluster,
+            first_token_ms=self._activity.first_token_ms,
+            token_ms=self._activity.token_ms,
         )
 
     def _describe_activity(self) -> cluster_pb2.RouterActivity:
@@ -66,8 +78,6 @@ class ClusterStatus:
             failed=activity.failed,
             refused=_sums(values, "baton_router_refused_calls", label=0),
             num_resumes=_sums(values, "baton_router_resumes").total(),
-            first_token=_times_to_proto(activity.first_token),
-            token=_times_to_proto(activity.token),
             errors=[
                 cluster_pb2.RecentError(
                     time_s=error.time_s,
@@ -94,12 +104,12 @@ def _is_failure(outcome: str) -> bool:
     return outcome.isupper() and outcome != "CANCELLED"
 
 
-async def _replicas_of(model: Model) -> Sequence[cluster_pb2.ReplicaStatus]:
+async def _replicas_of(model: Model, asks_replicas: bool) -> Sequence[cluster_pb2.ReplicaStatus]:
     tiers: Sequence[Tier[Any]] = model.fleet.prefill, model.fleet.decode
     # By worker id: one that serves in both tiers is connected twice.
     connected = {r.replica_id: r for tier in tiers for r in tier.connected if r.has_role}
     found = await asyncio.gather(
-        *(_connected_replica(model.name, replica) for replica in connected.values())
+        *(_connected_replica(model.name, replica, asks_replicas) for replica in connected.values())
     )
     addresses = {replica.address for replica in found}
     found += [
@@ -117,21 +127,28 @@ async def _replicas_of(model: Model) -> Sequence[cluster_pb2.ReplicaStatus]:
     return sorted(found, key=lambda replica: (replica.role, replica.address))
 
 
-async def _connected_replica(model: str, replica: Replica) -> cluster_pb2.ReplicaStatus:
-    answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
-    with suppress(grpc.aio.AioRpcError):
-        answer = await replica.get_load(_LOAD_TIMEOUT_S)
-    return cluster_pb2.ReplicaStatus(
+async def _connected_replica(
+    model: str, replica: Replica, asks_replica: bool
+) -> cluster_pb2.ReplicaStatus:
+    status = cluster_pb2.ReplicaStatus(
         model=model,
         role=replica.role,
         address=replica.address,
         worker_id=replica.replica_id,
         version=replica.info.version,
         state=_state_of(replica),
-        load=answer.load,
-        counters=answer.counters if answer.HasField("counters") else None,
-        kv_backends=answer.kv_backends,
+        backlog_s=replica.backlog_s,
+        hit_rate=replica.hit_rate,
     )
+    if asks_replica:
+        answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
+        with suppress(grpc.aio.AioRpcError):
+            answer = await replica.get_load(_LOAD_TIMEOUT_S)
+        status.load.CopyFrom(answer.load)
+        if answer.HasField("counters"):
+            status.counters.CopyFrom(answer.counters)
+        status.kv_backends.extend(answer.kv_backends)
+    return status
 
 
 def _state_of(replica: Replica) -> "cluster_pb2.ReplicaState.ValueType":
@@ -142,10 +159,6 @@ def _state_of(replica: Replica) -> "cluster_pb2.ReplicaState.ValueType":
     return cluster_pb2.REPLICA_STATE_READY
 
 
-def _times_to_proto(times: RecentTimes) -> cluster_pb2.RecentTimes:
-    return cluster_pb2.RecentTimes(count=times.count, p50_ms=times.p50_ms, p99_ms=times.p99_ms)
-
-
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """The service that operators call; `protos/baton/v1/cluster.proto` documents the methods.
 
@@ -153,18 +166,31 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         log: the records of the last requests.
         status: the state of the cluster.
         models: their replicas.
+        others: the other processes of the router; None if there is one process.
     """
 
-    def __init__(self, log: RequestLog, status: ClusterStatus, models: Models) -> None:
+    def __init__(
+        self,
+        log: RequestLog,
+        status: ClusterStatus,
+        models: Models,
+        others: OtherProcesses | None = None,
+    ) -> None:
         self._log = log
         self._status = status
         self._models = models
+        self._others = others
 
     @override
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Any
     ) -> cluster_pb2.GetClusterResponse:
-        return await self._status.describe()
+        if self._others is None:
+            return merge_states([await self._status.describe(asks_replicas=True)])
+        here, (others, silent) = await asyncio.gather(
+            self._status.describe(asks_replicas=True), self._others.states()
+        )
+        return merge_states([here, *others], silent)
 
     @override
     async def ChangeReplicaRole(
@@ -180,18 +206,44 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetTrace(
         self, request: cluster_pb2.GetTraceRequest, context: Any
     ) -> cluster_pb2.GetTraceResponse:
+        limit = _limit_of(request)
+        answers = [self.traces_here(request)]
+        if self._others is not None and not (request.request_id and answers[0].traces):
+            answers += await self._others.traces(request)
+        traces = merge_traces(answers, limit)
+        if request.request_id and not traces:
+            raise NotFoundError(
+                f"no record of request {short_repr(request.request_id)}: it runs still, never "
+                "came, or was dropped for later ones"
+            )
+        return cluster_pb2.GetTraceResponse(traces=traces)
+
+    def traces_here(self, request: cluster_pb2.GetTraceRequest) -> cluster_pb2.GetTraceResponse:
+        """Returns the records of this process; none if it has none of the id.
+
+        Raises:
+            InvalidArgumentError: the limit is out of range.
+        """
         if request.request_id:
             record = self._log.find(request.request_id)
-            if record is None:
-                raise NotFoundError(
-                    f"no record of request {short_repr(request.request_id)}: it runs still, never "
-                    "came, or was dropped for later ones"
-                )
-            return cluster_pb2.GetTraceResponse(traces=[_trace_of(record)])
-        limit = request.limit if request.HasField("limit") else _DEFAULT_LIMIT
-        if not 1 <= limit <= _MAX_LIMIT:
-            raise InvalidArgumentError.for_field("limit", limit, f"in [1, {_MAX_LIMIT}]")
-        return cluster_pb2.GetTraceResponse(traces=map(_trace_of, self._log.latest(limit)))
+            records = [] if record is None else [record]
+        else:
+            records = list(self._log.latest(_limit_of(request)))
+        return cluster_pb2.GetTraceResponse(traces=map(_trace_of, records))
+
+
+def _limit_of(request: cluster_pb2.GetTraceRequest) -> int:
+    """The most records that the caller wants.
+
+    Raises:
+        InvalidArgumentError: it is out of range.
+    """
+    if request.request_id:
+        return 1
+    limit = request.limit if request.HasField("limit") else _DEFAULT_LIMIT
+    if not 1 <= limit <= _MAX_LIMIT:
+        raise InvalidArgumentError.for_field("limit", limit, f"in [1, {_MAX_LIMIT}]")
+    return limit
 
 
 def _trace_of(record: RequestRecord) -> cluster_pb2.RequestTrace:
@@ -212,7 +264,37 @@ def _trace_of(record: RequestRecord) -> cluster_pb2.RequestTrace:
             )
             for stage in stages_of(record)
         ],
+        choices=[
+            _choice_to_proto(attempt.choice)
+            for attempt in record.attempts
+            if attempt.choice is not None
+        ],
     )
     if record.first_token_at is not None:
         trace.first_token_ms = record.ms_since_arrival(record.first_token_at)
+    if record.places is not None:
+        trace.local_prefill_s, trace.remote_prefill_s = record.places
     return trace
+
+
+def _choice_to_proto(choice: Choice) -> cluster_pb2.ReplicaChoice:
+    return cluster_pb2.ReplicaChoice(
+        tier=choice.tier,
+        policy=choice.policy,
+        reason=choice.reason,
+        num_candidates=choice.num_candidates,
+        costs=[
+            cluster_pb2.ReplicaCost(
+                replica=cost.address,
+                seconds=cost.seconds,
+                uncached_tokens=cost.uncached_tokens,
+                compute_s=cost.compute_s,
+                load_s=cost.load_s,
+                queue_s=cost.queue_s,
+                decode_s=cost.decode_s,
+                num_requests=cost.num_requests,
+                weight=cost.weight,
+            )
+            for cost in choice.costs
+        ],
+    )

@@ -17,6 +17,7 @@ from baton.common.model_files.files import open_model_files
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams
+from baton.common.request.slo import NO_SLO
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.short_texts import short_repr
 from router.chat.chat_request import ChatRequest
@@ -24,19 +25,28 @@ from router.chat.model import ChatModel
 from router.chat.template import ChatTemplate
 from router.config.router import RouterConfig, ServedModelConfig
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex
 from router.fleet.served_model import RequestLimits
 from router.observe.request_log import RequestLog
 from router.requests.generation_config import load_default_params
 from router.requests.pace import Pace
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
+from router.routing.cache_index import CacheIndex
 from router.stages.admission import Admission, Entrance
 from router.stages.backlog import Backlog
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
+from rpc.discovery.announcements import Announcements
+from rpc.logs import CURRENT_CALL
 
 __all__ = ["Model", "Models", "RouterFiles"]
+
+_REFUSALS: Mapping[str, str] = {
+    Reason.OVERLOADED: "overload",
+    Reason.SLO_TTFT: "slo_ttft",
+    Reason.SLO_TPOT: "slo_tpot",
+}
+"""Names of refusals in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ class Model:
         pace: how long streams pause after each message.
         security: for calls to the replicas.
         log: keeps the requests' records.
+        announcements: workers that announced themselves to this router; None without its gRPC port.
 
     Attributes:
         names: the names that requests may give; the first is the model's own.
@@ -111,6 +122,7 @@ class Model:
         pace: Pace,
         security: ClusterSecurity,
         log: RequestLog,
+        announcements: Announcements | None,
     ) -> None:
         self.names = config.names
         self.config = config
@@ -122,14 +134,15 @@ class Model:
         self.chat = ChatModel(
             config, files.chat_template, files.tokenizer, admission.rendering.turn
         )
-        prefix_index = PrefixIndex(router.max_indexed_blocks)
+        index = CacheIndex(lambda work: asyncio.get_running_loop().call_soon(work))
         self.fleet = Fleet(
             config,
-            prefix_index,
+            index,
             router.dns_interval_s,
             security,
             files.tokenizer_digest,
             router.no_prefill_policy,
+            announcements,
         )
         self._entrance = Entrance()
         self._backlog = Backlog(lambda: self.fleet.num_seats, lambda: len(self._entrance))
@@ -143,7 +156,7 @@ class Model:
             files.tokenizer,
             files.default_params,
             self.fleet,
-            prefix_index,
+            index,
             admission,
             self._backlog,
             pace,
@@ -243,7 +256,8 @@ class Model:
     def check_load(
         self, timeout_s: float | None, max_tokens: int | None = None, priority: int = 0
     ) -> None:
-        """Refuses a request that would probably not end by its deadline; cheap.
+        """Refuses a request that would probably not end by its deadline, or not meet the call's
+        objectives; cheap.
 
         Args:
             timeout_s: as `outputs` takes it.
@@ -253,16 +267,18 @@ class Model:
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        priority = tenant_of_call().priority(priority)
+        tenant, call = tenant_of_call(), CURRENT_CALL.get()
         try:
             self._backlog.check(
-                priority,
+                tenant.priority(priority),
                 self._longest_s(timeout_s),
                 max_tokens,
                 is_deadline_stated=timeout_s is not None,
+                share=tenant.share,
+                slo=NO_SLO if call is None else call.slo,
             )
-        except ResourceExhaustedError:
-            self._log.count_refusal("overload")
+        except ResourceExhaustedError as error:
+            self._log.count_refusal(_REFUSALS[error.reason])
             raise
 
     async def enter(self, timeout_s: float | None) -> None:

@@ -8,6 +8,7 @@ from baton.common.errors import PermissionDeniedError, UnauthenticatedError
 from baton.common.security.certificates import Certificates
 from baton.common.security.cluster import ClusterSecurity, is_loopback
 from router.config.security import RouterSecurityConfig
+from router.processes.counts import Accounts
 from router.tenants.tenant import CountRefusal, Tenant, count_nothing
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.interceptors import Authorize
@@ -15,7 +16,8 @@ from rpc.server_access import ServerAccess, authorize_cluster
 
 __all__ = ["RouterSecurity", "authorize_tenants"]
 
-_OPERATORS_SERVICE = "/baton.v1.ClusterService/"
+_CLUSTER_SERVICES = ("/baton.v1.ClusterService/", "/baton.v1.RegistrationService/")
+"""Services for operators, and for workers that announce themselves."""
 
 
 class RouterSecurity:
@@ -24,6 +26,7 @@ class RouterSecurity:
     Args:
         config: the paths.
         count_refusal: called with each call of a client that is refused.
+        accounts: where the clients' use of their limits is counted; None for this process.
 
     Attributes:
         cluster: for calls to workers.
@@ -35,12 +38,15 @@ class RouterSecurity:
     """
 
     def __init__(
-        self, config: RouterSecurityConfig, count_refusal: CountRefusal = count_nothing
+        self,
+        config: RouterSecurityConfig,
+        count_refusal: CountRefusal = count_nothing,
+        accounts: Accounts | None = None,
     ) -> None:
         files = config.clients
         self.certificates = Certificates(files) if files.certfile is not None else None
         self.cluster = ClusterSecurity.from_environment(config.cluster, config.worker_files)
-        self.tenants = Tenants(config.tenants, count_refusal=count_refusal)
+        self.tenants = Tenants(config.tenants, count_refusal=count_refusal, accounts=accounts)
         self._verify_mode = config.clients.verify_mode
         cas = {None if one is None else one.ca_certs for one in (files, config.worker_files)}
         self._is_one_ca = len(cas) == 1 and cas != {None}
@@ -70,7 +76,7 @@ class RouterSecurity:
         return self.certificates.server_context(verify_mode=self._verify_mode)
 
     def _authorize_operator(self, host: str, *, verifies_certificates: bool) -> Authorize:
-        """Returns an `Authorize` for ClusterService. Operators have the cluster's token. Without
+        """Returns an `Authorize` for `_CLUSTER_SERVICES`. Callers have the cluster's token. Without
         one, they have a certificate of the cluster, which the port distinguishes from a client's if
         both have the same CA; or they are on the same machine, where clients need no key either.
         """
@@ -84,10 +90,10 @@ class RouterSecurity:
 
 
 def _operators_apart(authorize_operator: Authorize, authorize: Authorize) -> Authorize:
-    """Returns an `Authorize` that asks callers of ClusterService for another credential."""
+    """Returns an `Authorize` that asks callers of `_CLUSTER_SERVICES` for another credential."""
 
     def authorize_any(method: str, context: Any) -> object:
-        is_operator = method.startswith(_OPERATORS_SERVICE)
+        is_operator = method.startswith(_CLUSTER_SERVICES)
         return (authorize_operator if is_operator else authorize)(method, context)
 
     return authorize_any
@@ -107,8 +113,8 @@ def _authorize_all(method: str, context: Any) -> None:
 
 def _refuse_all(method: str, context: Any) -> None:
     raise PermissionDeniedError(
-        "this router has no credential for operators: set --cluster-token-file, or listen on a "
-        "loopback address without keys for clients"
+        "this router has no credential for operators and workers: set --cluster-token-file, or "
+        "listen on a loopback address without keys for clients"
     )
 
 

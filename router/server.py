@@ -8,22 +8,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from typing_extensions import override
 
 from baton.common.observe.metrics_collector import MetricsCollector
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from baton.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    registration_pb2,
+    registration_pb2_grpc,
+)
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.models import Model, Models, RouterFiles
-from router.observe.metrics import FleetCounts, RouterMetrics
+from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
+from router.processes.link import ProcessLink
+from router.processes.place import ProcessPlace
+from router.processes.process_server import MetricsServicer, ProcessServicer
+from router.registration_servicer import RegistrationServicer
 from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
+from rpc.discovery.announcements import Announcements
 from rpc.interceptors import CountCall
 from rpc.metrics_server import MetricsAccess, serving_metrics
 from rpc.process_limits import MAX_CONNECTIONS, MemoryWatch, connection_budget
@@ -48,12 +61,14 @@ __all__ = [
 SERVICE_NAMES: tuple[str, ...] = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
+    registration_pb2.DESCRIPTOR.services_by_name["RegistrationService"].full_name,
 )
 
 
 _LOGGER = logging.getLogger("baton.router")
 _HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
-_DRAIN_POLL_S = 0.05
+_POLL_S = 0.05
+_MAX_REPLICA_WAIT_S = 2.0
 
 
 class RouterService(Service):
@@ -65,6 +80,7 @@ class RouterService(Service):
         server: gets the servicer, and is set serving while the router can serve.
         security: certificates and credentials, towards clients and workers.
         metrics: counts requests and calls.
+        link: connects this process with others of the same router; None if there are none.
 
     Attributes:
         models: the served models.
@@ -84,10 +100,13 @@ class RouterService(Service):
         server: RpcServer,
         security: RouterSecurity,
         metrics: RouterMetrics | None = None,
+        link: ProcessLink | None = None,
     ) -> None:
         self._server = server
         self._security = security
-        self._admission = Admission(config.max_concurrent_requests)
+        self._link = link
+        accounts = None if link is None else link.accounts
+        self._admission = Admission(config.max_concurrent_requests, accounts)
         self._tracer = open_tracer(
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
@@ -96,10 +115,19 @@ class RouterService(Service):
         self.metrics.register(MetricsCollector(self._metrics))
         self.log = RequestLog(self._tracer, self._metrics)
         pace = Pace()
+        announcements = None if config.grpc.port is None else Announcements()
+        parts = self._admission, pace, security.cluster, self.log, announcements
         self.models = Models(
-            Model(model, config, own_files, self._admission, pace, security.cluster, self.log)
+            Model(model, config, own_files, *parts)
             for model, own_files in zip(config.models, files, strict=True)
         )
+        # What other processes of the router relay, it relays to nobody.
+        self._registration = None if announcements is None else RegistrationServicer(announcements)
+        if announcements is not None:
+            server.add_servicer(
+                registration_pb2_grpc.add_RegistrationServiceServicer_to_server,
+                RegistrationServicer(announcements, None if link is None else link.others),
+            )
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
             GenerationServicer(self.models),
@@ -108,11 +136,17 @@ class RouterService(Service):
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
         self._metrics.read_fleets = lambda: _fleet_counts(self.models)
+        self._metrics.read_replicas = lambda: _replica_gauges(self.models)
+        self._metrics.read_caches = lambda: chain.from_iterable(
+            model.fleet.cache_counts() for model in self.models
+        )
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
-        server.add_servicer(
-            cluster_pb2_grpc.add_ClusterServiceServicer_to_server,
-            ClusterServicer(self.log, status, self.models),
+        others = None if link is None else link.others
+        operators = ClusterServicer(self.log, status, self.models, others)
+        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, operators)
+        self._process_servicer = ProcessServicer(
+            partial(status.describe, asks_replicas=False), operators.traces_here
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -133,17 +167,42 @@ class RouterService(Service):
         self._open = ExitStack()
         self.http: HttpServer | None = None
         if config.http.port is not None:
-            self.http = _http_server(self, config, security)
+            self.http = _http_server(self, config, security, link)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP and to serve metrics, if the config has ports for them.
+        """Begins to answer HTTP and to serve metrics, if the config has ports for them. A process
+        that shares its ports takes its first calls now, over gRPC too, and answers the others.
 
         Raises:
             ConfigurationError: an address cannot be bound, or the port file cannot be written.
         """
         self._open.enter_context(self._metrics_port)
+        if self._link is not None:
+            await self._wait_for_replicas()
+            await self._server.listen()
         if self.http is not None:
             await self.http.start()
+        if self._link is not None:
+            await self._link.start(
+                MetricsServicer(self.metrics), self._process_servicer, self._registration
+            )
+
+    async def _wait_for_replicas(self) -> None:
+        """Waits a moment until the models can be served, as other processes take the calls."""
+        for _ in range(math.ceil(_MAX_REPLICA_WAIT_S / _POLL_S)):
+            if self.models.can_serve:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def read_metrics(self) -> bytes:
+        """Returns the metrics of the router, in Prometheus' text format.
+
+        Raises:
+            UnavailableError: those of its other processes cannot be read.
+        """
+        if self._link is not None:
+            return await self._link.others.metrics()
+        return await asyncio.to_thread(generate_latest, self.metrics)
 
     def count_call(self, protocol: str, status: str) -> None:
         """Counts a call of a client that has ended; see `RouterMetrics`."""
@@ -157,10 +216,10 @@ class RouterService(Service):
         await self._server.refuse_new()
         if self.http is not None:
             self.http.begin_drain()
-        for _ in range(math.ceil(timeout_s / _DRAIN_POLL_S)):
+        for _ in range(math.ceil(timeout_s / _POLL_S)):
             if not self._num_open:
                 return
-            await asyncio.sleep(_DRAIN_POLL_S)
+            await asyncio.sleep(_POLL_S)
         if self._num_open:
             _LOGGER.warning("the drain ends with %d calls under way", self._num_open)
 
@@ -177,6 +236,8 @@ class RouterService(Service):
             task.cancel()
         await asyncio.to_thread(self._open.close)
         await self.models.close()
+        if self._link is not None:
+            await self._link.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -202,8 +263,25 @@ def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
             )
 
 
+def _replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
+    for model in models:
+        for tier in (model.fleet.prefill, model.fleet.decode):
+            for replica in tier.connected:
+                if replica.has_role:
+                    yield ReplicaGauges(
+                        model.name,
+                        tier.name,
+                        replica.address,
+                        backlog_s=replica.backlog_s,
+                        hit_rate=replica.hit_rate,
+                    )
+
+
 def _http_server(
-    service: RouterService, config: RouterConfig, security: RouterSecurity
+    service: RouterService,
+    config: RouterConfig,
+    security: RouterSecurity,
+    link: ProcessLink | None,
 ) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
@@ -214,11 +292,12 @@ def _http_server(
         service.models,
         http,
         security.tenants,
-        service.metrics,
+        service.read_metrics,
         service.metrics_access.admits,
         partial(service.count_call, "http"),
+        None if link is None else link.accounts,
     )
-    return HttpServer(app, http, security.http_context())
+    return HttpServer(app, http, security.http_context(), shares_port=link is not None)
 
 
 def access_of(
@@ -260,13 +339,15 @@ async def run(config: RouterConfig) -> None:
     Raises:
         ConfigurationError: a model's files, a flag, a target or an address is bad.
     """
-    metrics = RouterMetrics()
-    security = RouterSecurity(config.security, metrics.count_refusal)
+    metrics, place = RouterMetrics(), ProcessPlace.from_environment()
+    link = None if place is None else ProcessLink(place)
+    accounts = None if link is None else link.accounts
+    security = RouterSecurity(config.security, metrics.count_refusal, accounts)
 
     async def start(server: RpcServer) -> RouterService:
         loads = (asyncio.to_thread(RouterFiles.load, model) for model in config.models)
         files = await asyncio.gather(*loads)
-        service = RouterService(config, files, server, security, metrics)
+        service = RouterService(config, files, server, security, metrics, link)
         try:
             await service.start_http()
         except BaseException:
@@ -275,6 +356,7 @@ async def run(config: RouterConfig) -> None:
         return service
 
     access = access_of(config, security, partial(metrics.count_call, "grpc"))
+    access = replace(access, shares_port=link is not None)
     await serve(config.grpc, SERVICE_NAMES, start, access)
 
 

@@ -11,6 +11,7 @@ from baton.common.errors import DeadlineExceededError, Reason, ResourceExhausted
 from baton.common.request.answer import CandidateOutput, JoinedAnswer
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.known_fields import check_known
+from baton.common.request.slo import Slo
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.chat.chat_request import ChatRequest
 from router.generation_wire import request_from_proto, stream_response, whole_response
@@ -23,6 +24,7 @@ from router.requests.validation import (
 )
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.interceptors import name_call
+from rpc.logs import CURRENT_CALL
 
 __all__ = ["GenerationServicer"]
 
@@ -117,12 +119,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Opens the outputs of a request within the call's deadline."""
         check_known(message, "router", "client")
         model = self._models.find(message.model)
-        await model.enter(_timeout_s(context))
+        _note_slo(context)
         limits = message.stopping
         is_stated = limits.HasField("max_tokens")
         max_tokens = limits.max_tokens if is_stated else model.default_max_tokens
-        # Before the message is read, as a refusal must cost little.
+        # Before it waits for its turn, and before the message is read: a refusal must come at once
+        # and cost little.
         model.check_load(_timeout_s(context), max_tokens, message.priority)
+        await model.enter(_timeout_s(context))
         request = await request_from_proto(message)
         async with model.outputs(request, _timeout_s(context)) as outputs:
             name_call(request.request_id)
@@ -141,6 +145,17 @@ def _check_answer_size(num_bytes: int) -> None:
             "GenerateStream, or lower max_tokens, n, logprobs or the number of prompts",
             reason=Reason.ANSWER_TOO_LARGE,
         )
+
+
+def _note_slo(context: Any) -> None:
+    """Takes the objectives in a call's metadata.
+
+    Raises:
+        InvalidArgumentError: one is bad; names it.
+    """
+    call = CURRENT_CALL.get()
+    if call is not None:
+        call.slo = Slo.from_headers(context.invocation_metadata() or ())
 
 
 def _timeout_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:

@@ -10,6 +10,7 @@ import grpc
 
 from baton.common.errors import BatonError, DeadlineExceededError, Reason
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
+from rpc.call_sessions import session_from
 from rpc.errors import abort_with, status_of_number
 from rpc.logs import CallInfo, log_fields
 
@@ -29,6 +30,11 @@ QUIET_METHODS = (
     "/baton.v1.WorkerService/WatchLoad",
     "/baton.v1.WorkerService/WatchKvEvents",
     "/baton.v1.ReplicaSetService/WatchReplicas",
+    # Processes of a router ask each other when they are asked.
+    "/baton.v1.RouterProcessService/",
+    "/baton.v1.RouterMetricsService/",
+    # Workers renew their announcements every few seconds.
+    "/baton.v1.RegistrationService/",
     # `baton top` asks every two seconds.
     "/baton.v1.ClusterService/GetCluster",
 )
@@ -137,7 +143,8 @@ class Call:
     def __init__(self, method: str, context: CallContext) -> None:
         self.method = method
         self.context = context
-        self.info = CallInfo(trace=_parse_trace(context))
+        session = session_from(context.invocation_metadata() or ())
+        self.info = CallInfo(trace=_parse_trace(context), session=session)
         self.status: grpc.StatusCode | None = None
         self.ending: BatonError | None = None
         self.on_request: Callable[[], object] = _nothing

@@ -33,6 +33,7 @@ _MIN_PING_INTERVAL_MS = 500
 # A channel without a call connects again when it is used.
 _MAX_IDLE_MS = 300_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
+_MAX_PENDING_CALLS = 16_384
 _FIRST_RECONNECT_BACKOFF_MS = 100
 _MAX_RECONNECT_BACKOFF_MS = 2_000
 
@@ -52,7 +53,12 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
     ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
-    ("grpc.so_reuseport", 0),  # a port in use is an error; two servers must not share it
+    # Beyond 1,000 calls that the event loop has not seen yet, gRPC cancels some at random, and all
+    # beyond 3,000. Servers have limits of their own, whose refusals say when to try again.
+    ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
+    # A port in use is an error, unless a server states that it shares its port.
+    ("grpc.so_reuseport", 0),
 )
 
 RETRIED_METHODS = (

@@ -3,21 +3,24 @@
 import errno
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.common.errors import ConfigurationError
 
-__all__ = ["open_listeners", "write_port_file"]
+__all__ = ["open_listeners", "reserve_port", "write_port_file"]
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _MAX_TRIES = 10
 
 
-def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
+def open_listeners(
+    host: str, port: int, backlog: int, *, shares_port: bool = False
+) -> list[socket.socket]:
     """Returns sockets that listen at a host's addresses, all on one port.
 
     As in gRPC, `0.0.0.0` and `::` are all addresses of the machine, of IPv4 and of IPv6, and a name
@@ -28,15 +31,53 @@ def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
         host: an address or a name.
         port: the port; 0 is any one that is free at all of the addresses.
         backlog: connections that wait to be accepted, for each socket.
+        shares_port: whether sockets of other processes may listen there too, if they say the same
+            and belong to the same user. The kernel gives each connection to one of them.
 
     Raises:
         OSError: the host has no address of this machine, or the port is in use at one of them.
         UnicodeError: the host is no name.
     """
+    return _open_at(host, port, partial(_listen, backlog, shares_port))
+
+
+def reserve_port(host: str, port: int) -> list[socket.socket]:
+    """Returns sockets that keep a host's port for servers that share it, until they are closed.
+    They take no connections.
+
+    Args:
+        host: an address or a name, as for `open_listeners`.
+        port: the port; 0 is any one that is free at all of the addresses.
+
+    Raises:
+        OSError: as for `open_listeners`. A server that shares the port is in its way, too.
+        UnicodeError: the host is no name.
+    """
+    return _open_at(host, port, _reserve)
+
+
+def _listen(backlog: int, shares_port: bool, listener: socket.socket, address: Any) -> None:
+    if shares_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind(address)
+    listener.listen(backlog)
+
+
+def _reserve(listener: socket.socket, address: Any) -> None:
+    """Binds a socket alone, so that a port in use is an error, and only then shares the port."""
+    listener.bind(address)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+_Bind = Callable[[socket.socket, Any], None]
+"""Binds a socket to an address."""
+
+
+def _open_at(host: str, port: int, bind: _Bind) -> list[socket.socket]:
     hosts = _ALL_ADDRESSES if host in _ALL_ADDRESSES else (host,)
     for tries_left in reversed(range(_MAX_TRIES)):
         try:
-            return _open_each(hosts, port, backlog)
+            return _open_each(hosts, port, bind)
         except OSError as error:
             # The free port of one address may be in use at the next one.
             if port or error.errno != errno.EADDRINUSE or not tries_left:
@@ -44,7 +85,7 @@ def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
     raise AssertionError
 
 
-def _open_each(hosts: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
+def _open_each(hosts: Sequence[str], port: int, bind: _Bind) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     absent: OSError | None = None
     with ExitStack() as opened:
@@ -52,7 +93,7 @@ def _open_each(hosts: Sequence[str], port: int, backlog: int) -> list[socket.soc
             bound_port = listeners[0].getsockname()[1] if listeners else port
             at_port = (address[0], bound_port, *address[2:])
             try:
-                listener = _open_one(family, at_port, backlog)
+                listener = _open_one(family, at_port, bind)
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise
@@ -65,14 +106,13 @@ def _open_each(hosts: Sequence[str], port: int, backlog: int) -> list[socket.soc
     return listeners
 
 
-def _open_one(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket:
+def _open_one(family: int, address: tuple[Any, ...], bind: _Bind) -> socket.socket:
     with ExitStack() as unopened:
         listener = unopened.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(backlog)
+        bind(listener, address)
         unopened.pop_all()
     return listener
 

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from baton.common.observe.traceparent import TraceContext
+from baton.common.request.slo import NO_SLO, Slo
 from rpc.log_stream import LogStream, RepeatLimit
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "log_fields",
     "log_stream",
     "serving",
+    "session_of_call",
     "start_logging",
 ]
 
@@ -52,6 +54,8 @@ class CallInfo:
         trace_id: the trace that the request belongs to; empty if it is not traced.
         started_at: `time.monotonic()` at which the call began.
         caller: who makes the call, as its server found out; None if it did not ask.
+        session: the conversation that the call belongs to; empty if its headers name none.
+        slo: how soon the caller wants its tokens.
     """
 
     request_id: str = ""
@@ -59,6 +63,8 @@ class CallInfo:
     trace_id: str = ""
     started_at: float = field(default_factory=time.monotonic)
     caller: object = None
+    session: str = ""
+    slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
         if self.trace is not None:
@@ -76,6 +82,12 @@ def serving(call: CallInfo) -> Iterator[None]:
         yield
     finally:
         CURRENT_CALL.reset(token)
+
+
+def session_of_call() -> str:
+    """Returns the session of the call that the present task serves; empty if it has none."""
+    call = CURRENT_CALL.get()
+    return "" if call is None else call.session
 
 
 def log_fields(**fields: Any) -> dict[str, Any]:

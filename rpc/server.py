@@ -1,6 +1,7 @@
 """The life of a server process, the same for the router and both tiers.
 
-1. Listen. Health answers NOT_SERVING, every other call gets UNAVAILABLE.
+1. Listen. Health answers NOT_SERVING, every other call gets UNAVAILABLE. A server that shares its
+   port leaves the calls to the others; its service listens when it has started.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
 4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service
@@ -149,6 +150,7 @@ class RpcServer:
         max_connections = self._access.max_connections or max_connections
         options["grpc.max_receive_message_length"] = self._access.max_message_bytes
         options["grpc.max_allowed_incoming_connections"] = max_connections
+        options["grpc.so_reuseport"] = int(self._access.shares_port)
         if self._access.connection_age is not None:
             options |= self._access.connection_age.options
         self._interceptor = CallInterceptor(
@@ -305,7 +307,8 @@ async def serve(
     server = RpcServer(config, service_names, access)
     with StopSignals() as signals:
         try:
-            await server.listen()
+            if access is None or not access.shares_port:
+                await server.listen()
             _LOGGER.info("limits %s connections=%d", describe_limits(), connection_budget())
             service = await _unless(signals.requested, start_service(server))
             if service is None:

@@ -65,6 +65,8 @@ class ServerAccess:
             at most `rpc.process_limits.MAX_CONNECTIONS`.
         send_timeout_s: a call whose client reads nothing for so long ends; None for no limit.
         connection_age: after which a connection ends; None for no limit.
+        shares_port: whether other processes may listen at the port too. Each connection is then
+            one of theirs, as the kernel chooses.
     """
 
     authorize: Authorize | None = None
@@ -75,6 +77,7 @@ class ServerAccess:
     max_connections: int | None = None
     send_timeout_s: float | None = None
     connection_age: ConnectionAge | None = None
+    shares_port: bool = False
 
 
 def cluster_access(security: ClusterSecurity, host: str) -> ServerAccess:

@@ -2,7 +2,15 @@
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
@@ -14,9 +22,11 @@ from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from rpc.discovery.announced import MODEL_LABEL, ROLE_LABEL
 from rpc.metrics_server import MetricsAccess, serving_metrics
 from rpc.process_limits import MemoryWatch
 from rpc.process_metrics import ProcessMetrics
+from rpc.registration import RegisteredService, RegistrationConfig, add_registration_args
 from rpc.server import RpcServer, Service, serve
 from rpc.server_access import cluster_access
 from rpc.server_config import MetricsConfig, ServerConfig
@@ -53,6 +63,7 @@ def add_worker_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
         defaults={"port": default_port},
         helps={"port": "port of the gRPC server; 0 picks a free one"},
     )
+    add_registration_args(parser)
     add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, CertificateFiles, "security")
     add_flags(parser, CredentialsConfig, "security")
@@ -75,16 +86,18 @@ async def serve_worker(
     """
     (server_config, security), registry = worker_server_config(args), CollectorRegistry()
     files = config_from_args(CertificateFiles, args)
+    registration = config_from_args(RegistrationConfig, args)
     access = cluster_access(security, server_config.host)
+
+    async def start_registered(server: RpcServer) -> Service:
+        tier = await start(server, registry, security)
+        address = registration.address(server_config, server.port)
+        return RegisteredService.of(tier, registration, address, tier.labels, security)
+
     metrics = config_from_args(MetricsConfig, args)
     with serving_metrics(metrics, registry, MetricsAccess(metrics, security), files):
         async with _measuring_process(registry, security), ending_when_stuck():
-            await serve(
-                server_config,
-                service_names,
-                lambda server: start(server, registry, security),
-                access,
-            )
+            await serve(server_config, service_names, start_registered, access)
 
 
 def worker_server_config(args: argparse.Namespace) -> tuple[ServerConfig, ClusterSecurity]:
@@ -152,6 +165,16 @@ class Worker(Protocol):
     async def reset_prefix_cache(self) -> int:
         """Empties the prefix cache; returns how many blocks were cached."""
 
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        """Lends the beginning of a prompt from the prefix cache; cancelling takes it back.
+
+        Raises:
+            FailedPreconditionError: the worker has another namespace, or cannot lend.
+            InvalidArgumentError: a key has another length.
+        """
+
     def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
         """Yields the prefix cache's content, then each change, without end."""
 
@@ -194,6 +217,12 @@ class WorkerTier(Service):
         ]
         server.add_servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._servicer)
         server.set_serving(True)
+
+    def labels(self) -> Mapping[str, str]:
+        """What the worker states of itself when it is announced to routers."""
+        info = self._worker.info
+        role = worker_pb2.WorkerRole.Name(info.role).removeprefix("WORKER_ROLE_").lower()
+        return {MODEL_LABEL: info.model, ROLE_LABEL: role}
 
     @override
     async def drain(self, timeout_s: float) -> None:
@@ -267,8 +296,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         sent, sent_at = None, 0.0
         while not self._closed.is_set():
             load = self._worker.load()
+            report = worker_pb2.WatchLoadResponse(load=load)
+            load.ClearField("age_s")  # it grows without a change
             if load != sent or clock() - sent_at >= _HEARTBEAT_S - interval_s:
-                yield worker_pb2.WatchLoadResponse(load=load)
+                yield report
                 sent, sent_at = load, clock()
             await self._closed_within(interval_s)
 
@@ -304,6 +335,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Empties the prefix cache."""
         num_blocks = await self._worker.reset_prefix_cache()
         return worker_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    @override
+    async def LendPrefix(
+        self, request: worker_pb2.LendPrefixRequest, context: Any
+    ) -> worker_pb2.LendPrefixResponse:
+        """Lends the beginning of a prompt from the prefix cache."""
+        return await self._worker.lend_prefix(request)
 
     @override
     async def WatchKvEvents(

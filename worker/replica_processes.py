@@ -15,11 +15,13 @@ from typing_extensions import override
 
 from baton.common.container_limits import SUPERVISOR_NEEDS, WORKER_NEEDS, LimitsShare, check_needs
 from baton.common.errors import BatonError, ConfigurationError, UnavailableError
-from baton.common.flags.config_flags import add_flags, flag
+from baton.common.flags.config_flags import add_flags, config_from_args, flag
 from baton.common.flags.values import count
 from baton.v1 import replica_set_pb2, replica_set_pb2_grpc
 from engine.config import EngineConfig
 from kvstore.registry import has_fixed_port
+from rpc.discovery.announced import MODEL_LABEL, ROLE_LABEL
+from rpc.registration import RegisteredService, RegistrationConfig
 from rpc.server import RpcServer, Service, serve
 from rpc.server_access import cluster_access
 from rpc.worker import worker_server_config
@@ -96,9 +98,13 @@ async def run_replicas(
         needs = SUPERVISOR_NEEDS + num_replicas * WORKER_NEEDS
         check_needs(f"--data-parallel-size {num_replicas}", needs, num_replicas)
     server_config, security = worker_server_config(args)
+    registration = config_from_args(RegistrationConfig, args)
+    labels = {MODEL_LABEL: engine.model_name, ROLE_LABEL: tier}
 
-    async def start(server: RpcServer) -> StartingSet:
-        return StartingSet(ReplicaSet(make_replica), num_replicas, server)
+    async def start(server: RpcServer) -> Service:
+        replicas = StartingSet(ReplicaSet(make_replica), num_replicas, server)
+        address = registration.address(server_config, server.port)
+        return RegisteredService.of(replicas, registration, address, lambda: labels, security)
 
     access = cluster_access(security, server_config.host)
     with ExitStack() as folders:

@@ -41,7 +41,7 @@ _SERVE, _USE, _CHECK = "Serve a model", "Use a server", "Measure and check"
 
 COMMANDS = {
     "serve": _CommandInfo(_SERVE, "baton.cli.serve", "serve a model on this machine"),
-    "router": _CommandInfo(_SERVE, "router.server", "run the router, which clients connect to"),
+    "router": _CommandInfo(_SERVE, "baton.cli.router", "run the router, which clients connect to"),
     "prefill": _CommandInfo(_SERVE, "worker.prefill", "run a prefill worker"),
     "decode": _CommandInfo(_SERVE, "worker.decode", "run a decode worker"),
     "role": _CommandInfo(_SERVE, "baton.cli.role", "change the tier of a running worker"),

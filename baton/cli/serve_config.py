@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.up.plan import ClusterConfig, RayTiers, worker_targets
 from engine.cli_args import add_engine_args, engine_config_from_args
+from router.config.processes import check_processes
 from router.config.router import add_args as add_router_args
 from router.config.router import router_config_from_args
 from router.config.security import PLAIN_CALLS, WorkerTlsConfig
@@ -61,6 +62,13 @@ def add_cluster_args(
         parser.add_argument(
             f"--{tier}", type=int, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
+    parser.add_argument(
+        "--router-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes that serve at the router's ports (default: %(default)s)",
+    )
     parser.add_argument(
         "--kv-connector",
         metavar="URL",
@@ -128,6 +136,7 @@ def cluster_config_from_args(args: argparse.Namespace, kv_connector: str | None)
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
+    check_processes("--router-processes", args.router_processes)
     prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
     router = router_config_from_args(args, prefill=prefill, decode=decode)
     engine = engine_config_from_args(
@@ -137,4 +146,8 @@ def cluster_config_from_args(args: argparse.Namespace, kv_connector: str | None)
         kv_connector=kv_connector,
     )
     security = replace(router.security, workers=_PLAIN_WORKERS)
-    return ClusterConfig(engine=engine, router=replace(router, security=security))
+    return ClusterConfig(
+        engine=engine,
+        router=replace(router, security=security),
+        router_processes=args.router_processes,
+    )

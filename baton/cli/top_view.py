@@ -109,11 +109,14 @@ class _Rates:
         return sum(part(new) - part(old) for old, new in pairs) / most if most > 0 else None
 
     def of_router(self, count: Callable[[cluster_pb2.RouterActivity], int]) -> float | None:
-        """The growth of a count of the router per second; None if the router is another one."""
+        """The growth of a count of the router per second; None if the router is another one. What
+        one of its processes had counted is missing once it has ended.
+        """
         before, now = self.before, self.now.cluster
         if before is None or now.uptime_s < before.cluster.uptime_s:
             return None
-        return (count(now.activity) - count(before.cluster.activity)) / self._elapsed_s
+        grown = count(now.activity) - count(before.cluster.activity)
+        return max(grown, 0) / self._elapsed_s
 
     @property
     def _elapsed_s(self) -> float:
@@ -141,11 +144,12 @@ def _rate_column(head: str, chars: int, count: _Count) -> _Column:
 _COLUMNS = (
     _Column("run", 5, lambda replica, _: str(replica.load.num_running)),
     _Column("wait", 5, lambda replica, _: str(replica.load.num_waiting)),
-    _Column("queued", 7, lambda replica, _: _short(replica.load.num_queued_tokens)),
+    _Column("queue", 7, lambda replica, _: _seconds(replica.backlog_s)),
     _Column("KV", 5, lambda replica, _: _percent(_used_kv(replica))),
     _rate_column("tok/s", 7, _generated),
     _rate_column("prom/s", 7, _prompt),
-    _Column("hits", 5, lambda replica, rates: _percent(rates.share(_hits, _queries, [replica]))),
+    _Column("hits", 5, lambda replica, rates: _percent(_hit_rate(replica, rates))),
+    _Column("queued", 7, lambda replica, _: _short(replica.load.num_queued_tokens)),
     _Column("preempt", 9, lambda replica, _: _short(replica.load.num_preemptions)),
     _Column("swapped", 9, lambda replica, _: _short(replica.load.num_swapped_blocks)),
     _rate_column("saved/s", 9, _saved_bytes),
@@ -195,6 +199,8 @@ def _header(address: str, now: Sample | None, problem: str) -> Iterator[Line]:
     if now is not None:
         version, uptime = _head(now.cluster.version, 16), _duration(now.cluster.uptime_s)
         where += f"  baton {version}  up {uptime}"
+        if now.cluster.num_processes > 1:
+            where += f"  {now.cluster.num_processes} processes"
     yield Line(where, Style.HEAD)
     if problem:
         yield Line(f"NO ANSWER, trying again: {_head(problem, 200)}", Style.BAD)
@@ -335,6 +341,12 @@ def _used_kv(replica: _Replica) -> float | None:
     return 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else None
 
 
+def _hit_rate(replica: _Replica, rates: _Rates) -> float | None:
+    """The share of look-ups that hit between both samples; the router's if there were none."""
+    share = rates.share(_hits, _queries, [replica])
+    return (replica.hit_rate or None) if share is None else share
+
+
 def _most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])[:2]
 
@@ -356,6 +368,11 @@ def _short(number: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.0f}%"
+
+
+def _seconds(seconds: float) -> str:
+    """A time in at most six characters."""
+    return f"{seconds:.2f}s" if seconds < 9.995 else f"{_short(seconds)}s"
 
 
 def _ms(time_ms: float) -> str:

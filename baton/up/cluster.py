@@ -31,7 +31,7 @@ _START_TIMEOUT_S = 900.0
 _SET_START_TIMEOUT_S = PLACING_S + _START_TIMEOUT_S + 60.0
 """More than a set grants its workers for finding room and for their start."""
 _STOP_GRACE_S = 10.0
-"""Time to end for a server that has drained. A set grants its workers as much."""
+"""Time to end for a server that has drained. A parent grants its own processes as much."""
 
 
 async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
@@ -92,7 +92,7 @@ async def run_cluster(
 
 
 def _restart_policy(server: Server, drain_timeout_s: float) -> RestartPolicy:
-    grace_s = 2 * _STOP_GRACE_S if server.is_set else _STOP_GRACE_S
+    grace_s = 2 * _STOP_GRACE_S if server.is_parent else _STOP_GRACE_S
     return RestartPolicy(stop_grace_s=drain_timeout_s + grace_s)
 
 

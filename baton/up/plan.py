@@ -13,6 +13,7 @@ from baton.common.container_limits import (
     SUPERVISOR_NEEDS,
     WORKER_NEEDS,
     LimitsShare,
+    Needs,
     check_needs,
 )
 from baton.common.errors import ConfigurationError
@@ -23,6 +24,7 @@ from baton.common.security.cluster import TOKEN_VARIABLE
 from baton.up.gpus import GpuShare, share_gpus, visible_gpus
 from engine.config import EngineConfig
 from router.config.http import HttpConfig
+from router.config.processes import ProcessesConfig
 from router.config.router import RouterConfig, ServedModelConfig, flags_of_router
 from rpc.server_config import MetricsConfig, ServerConfig
 from worker.processes.ports import bound_ports, local_address
@@ -32,8 +34,6 @@ from worker.replica_processes import ReplicaSetConfig
 __all__ = ["ClusterConfig", "ClusterPlan", "RayTiers", "Server", "plan_cluster", "worker_targets"]
 
 _LOOPBACK = "127.0.0.1"
-_OTHER_NEEDS = SUPERVISOR_NEEDS + ROUTER_NEEDS
-"""Of the processes of a cluster that are no workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class ClusterConfig:
         engine: config of every worker; the plan sets its role per tier.
         router: config of the router. The replicas of its one model are the workers that the
             cluster starts; `worker_targets` chooses their ports.
+        router_processes: number of processes of the router.
         ray: where the workers run; None for this machine. A target of the router is a tier then.
         token: what the cluster's processes show each other; None for nothing. It is not shown.
         token_file: where operators find it; None if there is no file.
@@ -64,6 +65,7 @@ class ClusterConfig:
 
     engine: EngineConfig
     router: RouterConfig
+    router_processes: int = 1
     ray: RayTiers | None = None
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
@@ -97,6 +99,13 @@ class ClusterConfig:
         return model
 
     @property
+    def other_needs(self) -> Needs:
+        """Of the processes that are no workers. A router of several processes has a supervisor."""
+        num_processes = self.router_processes
+        num_supervisors = 1 if num_processes == 1 else 2
+        return num_supervisors * SUPERVISOR_NEEDS + num_processes * ROUTER_NEEDS
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """Variables of every process. A flag would show the token to all users of the machine."""
         token = {} if self.token is None else {TOKEN_VARIABLE: self.token}
@@ -119,6 +128,7 @@ class Server:
         metrics_address: `host:port` for metrics; empty if it has none.
         tls: how this machine verifies it.
         asks_for_certificates: whether it takes calls only of clients with a certificate.
+        is_parent: whether it ends processes of its own before it ends.
         is_set: whether it starts the workers of a tier itself, on a Ray cluster.
         gpu_share: the GPUs that it uses.
     """
@@ -129,6 +139,7 @@ class Server:
     metrics_address: str = ""
     tls: ClientTls = field(default_factory=ClientTls)
     asks_for_certificates: bool = False
+    is_parent: bool = False
     is_set: bool = False
     gpu_share: GpuShare = field(default_factory=GpuShare)
 
@@ -206,7 +217,9 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         )
     num_here = 0 if config.ray is not None else len(config.targets)
     check_needs(
-        f"baton serve with {num_here} workers", _OTHER_NEEDS + num_here * WORKER_NEEDS, num_here
+        f"baton serve with {num_here} workers",
+        config.other_needs + num_here * WORKER_NEEDS,
+        num_here,
     )
     router, metrics = _with_ports(config)
     grpc, model = router.grpc, config.model
@@ -224,13 +237,19 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
         )
         for tier, targets in (("prefill", model.prefill), ("decode", model.decode))
     )
-    server_of_router = _router_server(router, config.environment)
+    server_of_router = _router_server(router, config.router_processes, config.environment)
     return ClusterPlan(server_of_router, prefill, decode, grpc.drain_timeout_s)
 
 
-def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Server:
+def _router_server(
+    router: RouterConfig, num_processes: int, environment: Mapping[str, str]
+) -> Server:
+    module, flags = "router", tuple(flags_of_router(router))
+    if num_processes > 1:
+        several = ProcessesConfig(processes=num_processes)
+        module, flags = "baton.cli.router", (*flags_of_config(several), *flags)
     keys = router.security.tenants.environment
-    spec = ProcessSpec("router", "router", tuple(flags_of_router(router)), {**environment, **keys})
+    spec = ProcessSpec("router", module, flags, {**environment, **keys})
     clients = router.security.clients
     return Server(
         spec,
@@ -239,6 +258,7 @@ def _router_server(router: RouterConfig, environment: Mapping[str, str]) -> Serv
         _reached(router.metrics),
         tls=ClientTls.pinned(clients.certfile) if clients.certfile else ClientTls(),
         asks_for_certificates=clients.ssl_cert_reqs == "required",
+        is_parent=num_processes > 1,
     )
 
 
@@ -259,13 +279,20 @@ def _worker_server(
     engine = gpu_share.divide_memory(config.engine)
     environment = {**config.environment, **gpu_share.environment}
     if config.ray is None:
-        environment |= LimitsShare.beside(_OTHER_NEEDS, len(config.targets)).environment
+        environment |= LimitsShare.beside(config.other_needs, len(config.targets)).environment
     spec = worker_spec(tier, number, engine, own, environment)
     if config.ray is not None:
         spec = replace(spec, name=tier)  # those with numbers are its workers
     is_set = config.ray is not None
     metrics_address = _reached(metrics)
-    return Server(spec, target, metrics_address=metrics_address, is_set=is_set, gpu_share=gpu_share)
+    return Server(
+        spec,
+        target,
+        metrics_address=metrics_address,
+        is_parent=is_set,
+        is_set=is_set,
+        gpu_share=gpu_share,
+    )
 
 
 def _gpu_shares(config: ClusterConfig) -> list[GpuShare]:

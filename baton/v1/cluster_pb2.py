@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"O\n\x18\x43hangeReplicaRoleRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\x1b\n\x19\x43hangeReplicaRoleResponse\"C\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05limit\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\":\n\x10GetTraceResponse\x12&\n\x06traces\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestTrace\"\xa8\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x11\n\tarrived_s\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x1b\n\x0e\x66irst_token_ms\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0csend_wait_ms\x18\n \x01(\x01\x12\x10\n\x08trace_id\x18\x0b \x01(\t\x12$\n\x06stages\x18\x0c \x03(\x0b\x32\x14.baton.v1.TraceStageB\x11\n\x0f_first_token_ms\"K\n\nTraceStage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x0e\n\x06\x65nd_ms\x18\x04 \x01(\x01\"\x13\n\x11GetClusterRequest\"\xa0\x01\n\x12GetClusterResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12*\n\x08\x61\x63tivity\x18\x03 \x01(\x0b\x32\x18.baton.v1.RouterActivity\x12)\n\x08replicas\x18\x04 \x03(\x0b\x32\x17.baton.v1.ReplicaStatus\x12\x10\n\x08warnings\x18\x05 \x03(\t\"\xeb\x03\n\x0eRouterActivity\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x38\n\x08\x66inished\x18\x02 \x03(\x0b\x32&.baton.v1.RouterActivity.FinishedEntry\x12\x34\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32$.baton.v1.RouterActivity.FailedEntry\x12\x13\n\x0bnum_resumes\x18\x04 \x01(\x04\x12*\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32\x15.baton.v1.RecentTimes\x12$\n\x05token\x18\x06 \x01(\x0b\x32\x15.baton.v1.RecentTimes\x12%\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x15.baton.v1.RecentError\x12\x36\n\x07refused\x18\x08 \x03(\x0b\x32%.baton.v1.RouterActivity.RefusedEntry\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"<\n\x0bRecentTimes\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06p50_ms\x18\x02 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x03 \x01(\x01\"P\n\x0bRecentError\x12\x0e\n\x06time_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\xaf\x02\n\rReplicaStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.baton.v1.ReplicaState\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\"\n\x04load\x18\x08 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\t \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12.\n\x0bkv_backends\x18\n \x03(\x0b\x32\x19.baton.v1.KvBackendStatus*\x95\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_STATE_READY\x10\x01\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x02\x12\x16\n\x12REPLICA_STATE_LOST\x10\x03\x12\x19\n\x15REPLICA_STATE_EJECTED\x10\x04\x32\x89\x02\n\x0e\x43lusterService\x12L\n\nGetCluster\x12\x1b.baton.v1.GetClusterRequest\x1a\x1c.baton.v1.GetClusterResponse\"\x03\x90\x02\x01\x12\x61\n\x11\x43hangeReplicaRole\x12\".baton.v1.ChangeReplicaRoleRequest\x1a#.baton.v1.ChangeReplicaRoleResponse\"\x03\x90\x02\x02\x12\x46\n\x08GetTrace\x12\x19.baton.v1.GetTraceRequest\x1a\x1a.baton.v1.GetTraceResponse\"\x03\x90\x02\x01\x42o\n\x0c\x63om.baton.v1B\x0c\x43lusterProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"O\n\x18\x43hangeReplicaRoleRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\x1b\n\x19\x43hangeReplicaRoleResponse\"C\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05limit\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_limit\":\n\x10GetTraceResponse\x12&\n\x06traces\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestTrace\"\xb8\x03\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x11\n\tarrived_s\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x1b\n\x0e\x66irst_token_ms\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0csend_wait_ms\x18\n \x01(\x01\x12\x10\n\x08trace_id\x18\x0b \x01(\t\x12$\n\x06stages\x18\x0c \x03(\x0b\x32\x14.baton.v1.TraceStage\x12(\n\x07\x63hoices\x18\r \x03(\x0b\x32\x17.baton.v1.ReplicaChoice\x12\x1c\n\x0flocal_prefill_s\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x1d\n\x10remote_prefill_s\x18\x0f \x01(\x01H\x02\x88\x01\x01\x42\x11\n\x0f_first_token_msB\x12\n\x10_local_prefill_sB\x13\n\x11_remote_prefill_s\"{\n\rReplicaChoice\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x16\n\x0enum_candidates\x18\x04 \x01(\r\x12$\n\x05\x63osts\x18\x05 \x03(\x0b\x32\x15.baton.v1.ReplicaCost\"\xb4\x01\n\x0bReplicaCost\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x08 \x01(\r\x12\x0e\n\x06weight\x18\t \x01(\x01\"K\n\nTraceStage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x0e\n\x06\x65nd_ms\x18\x04 \x01(\x01\"\x13\n\x11GetClusterRequest\"\xb7\x01\n\x12GetClusterResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12*\n\x08\x61\x63tivity\x18\x03 \x01(\x0b\x32\x18.baton.v1.RouterActivity\x12)\n\x08replicas\x18\x04 \x03(\x0b\x32\x17.baton.v1.ReplicaStatus\x12\x10\n\x08warnings\x18\x05 \x03(\t\x12\x15\n\rnum_processes\x18\x06 \x01(\r\"\xeb\x03\n\x0eRouterActivity\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x38\n\x08\x66inished\x18\x02 \x03(\x0b\x32&.baton.v1.RouterActivity.FinishedEntry\x12\x34\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32$.baton.v1.RouterActivity.FailedEntry\x12\x13\n\x0bnum_resumes\x18\x04 \x01(\x04\x12*\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32\x15.baton.v1.RecentTimes\x12$\n\x05token\x18\x06 \x01(\x0b\x32\x15.baton.v1.RecentTimes\x12%\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x15.baton.v1.RecentError\x12\x36\n\x07refused\x18\x08 \x03(\x0b\x32%.baton.v1.RouterActivity.RefusedEntry\x1a/\n\rFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"<\n\x0bRecentTimes\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06p50_ms\x18\x02 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x03 \x01(\x01\"P\n\x0bRecentError\x12\x0e\n\x06time_s\x18\x01 \x01(\x01\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\xd4\x02\n\rReplicaStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.baton.v1.ReplicaState\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\"\n\x04load\x18\x08 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12*\n\x08\x63ounters\x18\t \x01(\x0b\x32\x18.baton.v1.WorkerCounters\x12.\n\x0bkv_backends\x18\n \x03(\x0b\x32\x19.baton.v1.KvBackendStatus\x12\x11\n\tbacklog_s\x18\x1a \x01(\x01\x12\x10\n\x08hit_rate\x18\x1b \x01(\x01*\x95\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_STATE_READY\x10\x01\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x02\x12\x16\n\x12REPLICA_STATE_LOST\x10\x03\x12\x19\n\x15REPLICA_STATE_EJECTED\x10\x04\x32\x89\x02\n\x0e\x43lusterService\x12L\n\nGetCluster\x12\x1b.baton.v1.GetClusterRequest\x1a\x1c.baton.v1.GetClusterResponse\"\x03\x90\x02\x01\x12\x61\n\x11\x43hangeReplicaRole\x12\".baton.v1.ChangeReplicaRoleRequest\x1a#.baton.v1.ChangeReplicaRoleResponse\"\x03\x90\x02\x02\x12\x46\n\x08GetTrace\x12\x19.baton.v1.GetTraceRequest\x1a\x1a.baton.v1.GetTraceResponse\"\x03\x90\x02\x01\x42o\n\x0c\x63om.baton.v1B\x0c\x43lusterProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,8 +46,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLUSTERSERVICE'].methods_by_name['ChangeReplicaRole']._serialized_options = b'\220\002\002'
   _globals['_CLUSTERSERVICE'].methods_by_name['GetTrace']._loaded_options = None
   _globals['_CLUSTERSERVICE'].methods_by_name['GetTrace']._serialized_options = b'\220\002\001'
-  _globals['_REPLICASTATE']._serialized_start=1826
-  _globals['_REPLICASTATE']._serialized_end=1975
+  _globals['_REPLICASTATE']._serialized_start=2338
+  _globals['_REPLICASTATE']._serialized_end=2487
   _globals['_CHANGEREPLICAROLEREQUEST']._serialized_start=82
   _globals['_CHANGEREPLICAROLEREQUEST']._serialized_end=161
   _globals['_CHANGEREPLICAROLERESPONSE']._serialized_start=163
@@ -57,27 +57,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTRACERESPONSE']._serialized_start=261
   _globals['_GETTRACERESPONSE']._serialized_end=319
   _globals['_REQUESTTRACE']._serialized_start=322
-  _globals['_REQUESTTRACE']._serialized_end=618
-  _globals['_TRACESTAGE']._serialized_start=620
-  _globals['_TRACESTAGE']._serialized_end=695
-  _globals['_GETCLUSTERREQUEST']._serialized_start=697
-  _globals['_GETCLUSTERREQUEST']._serialized_end=716
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=719
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=879
-  _globals['_ROUTERACTIVITY']._serialized_start=882
-  _globals['_ROUTERACTIVITY']._serialized_end=1373
-  _globals['_ROUTERACTIVITY_FINISHEDENTRY']._serialized_start=1231
-  _globals['_ROUTERACTIVITY_FINISHEDENTRY']._serialized_end=1278
-  _globals['_ROUTERACTIVITY_FAILEDENTRY']._serialized_start=1280
-  _globals['_ROUTERACTIVITY_FAILEDENTRY']._serialized_end=1325
-  _globals['_ROUTERACTIVITY_REFUSEDENTRY']._serialized_start=1327
-  _globals['_ROUTERACTIVITY_REFUSEDENTRY']._serialized_end=1373
-  _globals['_RECENTTIMES']._serialized_start=1375
-  _globals['_RECENTTIMES']._serialized_end=1435
-  _globals['_RECENTERROR']._serialized_start=1437
-  _globals['_RECENTERROR']._serialized_end=1517
-  _globals['_REPLICASTATUS']._serialized_start=1520
-  _globals['_REPLICASTATUS']._serialized_end=1823
-  _globals['_CLUSTERSERVICE']._serialized_start=1978
-  _globals['_CLUSTERSERVICE']._serialized_end=2243
+  _globals['_REQUESTTRACE']._serialized_end=762
+  _globals['_REPLICACHOICE']._serialized_start=764
+  _globals['_REPLICACHOICE']._serialized_end=887
+  _globals['_REPLICACOST']._serialized_start=890
+  _globals['_REPLICACOST']._serialized_end=1070
+  _globals['_TRACESTAGE']._serialized_start=1072
+  _globals['_TRACESTAGE']._serialized_end=1147
+  _globals['_GETCLUSTERREQUEST']._serialized_start=1149
+  _globals['_GETCLUSTERREQUEST']._serialized_end=1168
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=1171
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=1354
+  _globals['_ROUTERACTIVITY']._serialized_start=1357
+  _globals['_ROUTERACTIVITY']._serialized_end=1848
+  _globals['_ROUTERACTIVITY_FINISHEDENTRY']._serialized_start=1706
+  _globals['_ROUTERACTIVITY_FINISHEDENTRY']._serialized_end=1753
+  _globals['_ROUTERACTIVITY_FAILEDENTRY']._serialized_start=1755
+  _globals['_ROUTERACTIVITY_FAILEDENTRY']._serialized_end=1800
+  _globals['_ROUTERACTIVITY_REFUSEDENTRY']._serialized_start=1802
+  _globals['_ROUTERACTIVITY_REFUSEDENTRY']._serialized_end=1848
+  _globals['_RECENTTIMES']._serialized_start=1850
+  _globals['_RECENTTIMES']._serialized_end=1910
+  _globals['_RECENTERROR']._serialized_start=1912
+  _globals['_RECENTERROR']._serialized_end=1992
+  _globals['_REPLICASTATUS']._serialized_start=1995
+  _globals['_REPLICASTATUS']._serialized_end=2335
+  _globals['_CLUSTERSERVICE']._serialized_start=2490
+  _globals['_CLUSTERSERVICE']._serialized_end=2755
 # @@protoc_insertion_point(module_scope)

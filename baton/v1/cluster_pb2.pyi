@@ -160,6 +160,9 @@ class RequestTrace(google.protobuf.message.Message):
     SEND_WAIT_MS_FIELD_NUMBER: builtins.int
     TRACE_ID_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    LOCAL_PREFILL_S_FIELD_NUMBER: builtins.int
+    REMOTE_PREFILL_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     model: builtins.str
@@ -180,6 +183,12 @@ class RequestTrace(google.protobuf.message.Message):
     """How long the request waited, in all, until the client had taken a message."""
     trace_id: builtins.str
     """The trace that its spans belong to; empty if it has none."""
+    local_prefill_s: builtins.float
+    """Seconds that all requests together would have lost if its decode replica had computed the
+    prompt, and if a prefill replica had. Unset if they were not compared.
+    """
+    remote_prefill_s: builtins.float
+    """See `local_prefill_s`."""
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:
         """Its tokens."""
@@ -187,6 +196,10 @@ class RequestTrace(google.protobuf.message.Message):
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TraceStage]:
         """Where the time went, by their starts. Stages may overlap."""
+
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaChoice]:
+        """Why its replicas were chosen, in the order of its calls of them."""
 
     def __init__(
         self,
@@ -203,16 +216,116 @@ class RequestTrace(google.protobuf.message.Message):
         send_wait_ms: builtins.float = ...,
         trace_id: builtins.str = ...,
         stages: collections.abc.Iterable[Global___TraceStage] | None = ...,
+        choices: collections.abc.Iterable[Global___ReplicaChoice] | None = ...,
+        local_prefill_s: builtins.float | None = ...,
+        remote_prefill_s: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_first_token_ms", b"_first_token_ms", "first_token_ms", b"first_token_ms", "usage", b"usage"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_first_token_ms", b"_first_token_ms", "_local_prefill_s", b"_local_prefill_s", "_remote_prefill_s", b"_remote_prefill_s", "first_token_ms", b"first_token_ms", "local_prefill_s", b"local_prefill_s", "remote_prefill_s", b"remote_prefill_s", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_first_token_ms", b"_first_token_ms", "arrived_s", b"arrived_s", "first_token_ms", b"first_token_ms", "model", b"model", "operation", b"operation", "outcome", b"outcome", "request_id", b"request_id", "send_wait_ms", b"send_wait_ms", "stages", b"stages", "tenant", b"tenant", "total_ms", b"total_ms", "trace_id", b"trace_id", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_first_token_ms", b"_first_token_ms", "_local_prefill_s", b"_local_prefill_s", "_remote_prefill_s", b"_remote_prefill_s", "arrived_s", b"arrived_s", "choices", b"choices", "first_token_ms", b"first_token_ms", "local_prefill_s", b"local_prefill_s", "model", b"model", "operation", b"operation", "outcome", b"outcome", "remote_prefill_s", b"remote_prefill_s", "request_id", b"request_id", "send_wait_ms", b"send_wait_ms", "stages", b"stages", "tenant", b"tenant", "total_ms", b"total_ms", "trace_id", b"trace_id", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_ms: typing_extensions.TypeAlias = typing.Literal["first_token_ms"]
     _WhichOneofArgType__first_token_ms: typing_extensions.TypeAlias = typing.Literal["_first_token_ms", b"_first_token_ms"]
+    _WhichOneofReturnType__local_prefill_s: typing_extensions.TypeAlias = typing.Literal["local_prefill_s"]
+    _WhichOneofArgType__local_prefill_s: typing_extensions.TypeAlias = typing.Literal["_local_prefill_s", b"_local_prefill_s"]
+    _WhichOneofReturnType__remote_prefill_s: typing_extensions.TypeAlias = typing.Literal["remote_prefill_s"]
+    _WhichOneofArgType__remote_prefill_s: typing_extensions.TypeAlias = typing.Literal["_remote_prefill_s", b"_remote_prefill_s"]
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_ms) -> _WhichOneofReturnType__first_token_ms | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_s) -> _WhichOneofReturnType__local_prefill_s | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remote_prefill_s) -> _WhichOneofReturnType__remote_prefill_s | None: ...
 
 Global___RequestTrace: typing_extensions.TypeAlias = RequestTrace
+
+@typing.final
+class ReplicaChoice(google.protobuf.message.Message):
+    """Why a replica was chosen for a request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: builtins.int
+    COSTS_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    """"prefill" or "decode"."""
+    policy: builtins.str
+    """The routing policy."""
+    reason: builtins.str
+    """Why, in words."""
+    num_candidates: builtins.int
+    """How many replicas could have been chosen."""
+    @property
+    def costs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReplicaCost]:
+        """The cost on the chosen replica, then on the two best others."""
+
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        policy: builtins.str = ...,
+        reason: builtins.str = ...,
+        num_candidates: builtins.int = ...,
+        costs: collections.abc.Iterable[Global___ReplicaCost] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["costs", b"costs", "num_candidates", b"num_candidates", "policy", b"policy", "reason", b"reason", "tier", b"tier"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReplicaChoice: typing_extensions.TypeAlias = ReplicaChoice
+
+@typing.final
+class ReplicaCost(google.protobuf.message.Message):
+    """What a request would have cost on a replica. Its seconds are those of its parts, over `weight`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    UNCACHED_TOKENS_FIELD_NUMBER: builtins.int
+    COMPUTE_S_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    QUEUE_S_FIELD_NUMBER: builtins.int
+    DECODE_S_FIELD_NUMBER: builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    replica: builtins.str
+    """The replica's `host:port`."""
+    seconds: builtins.float
+    """What replicas are compared by."""
+    uncached_tokens: builtins.int
+    """Tokens of the prompt that it would have had to compute; on decode, to get."""
+    compute_s: builtins.float
+    """Time to compute them."""
+    load_s: builtins.float
+    """Time to load KV."""
+    queue_s: builtins.float
+    """Prompt work that was there before."""
+    decode_s: builtins.float
+    """Time to generate the answer beside the requests that were there; 0 on prefill."""
+    num_requests: builtins.int
+    """Requests that were there."""
+    weight: builtins.float
+    """The replica's share of the load beside others; less than 1 while it has just started."""
+    def __init__(
+        self,
+        *,
+        replica: builtins.str = ...,
+        seconds: builtins.float = ...,
+        uncached_tokens: builtins.int = ...,
+        compute_s: builtins.float = ...,
+        load_s: builtins.float = ...,
+        queue_s: builtins.float = ...,
+        decode_s: builtins.float = ...,
+        num_requests: builtins.int = ...,
+        weight: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_s", b"compute_s", "decode_s", b"decode_s", "load_s", b"load_s", "num_requests", b"num_requests", "queue_s", b"queue_s", "replica", b"replica", "seconds", b"seconds", "uncached_tokens", b"uncached_tokens", "weight", b"weight"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ReplicaCost: typing_extensions.TypeAlias = ReplicaCost
 
 @typing.final
 class TraceStage(google.protobuf.message.Message):
@@ -271,10 +384,15 @@ class GetClusterResponse(google.protobuf.message.Message):
     ACTIVITY_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    NUM_PROCESSES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the router."""
     uptime_s: builtins.float
     """How long the router has run."""
+    num_processes: builtins.int
+    """How many processes of the router have answered: 1, or those of --processes. What follows from
+    requests is that of all of them. A replica's state is the worst that any of them sees.
+    """
     @property
     def activity(self) -> Global___RouterActivity:
         """What the router has done."""
@@ -295,10 +413,11 @@ class GetClusterResponse(google.protobuf.message.Message):
         activity: Global___RouterActivity | None = ...,
         replicas: collections.abc.Iterable[Global___ReplicaStatus] | None = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        num_processes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["activity", b"activity", "num_processes", b"num_processes", "replicas", b"replicas", "uptime_s", b"uptime_s", "version", b"version", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetClusterResponse: typing_extensions.TypeAlias = GetClusterResponse
@@ -494,6 +613,8 @@ class ReplicaStatus(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     KV_BACKENDS_FIELD_NUMBER: builtins.int
+    BACKLOG_S_FIELD_NUMBER: builtins.int
+    HIT_RATE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """The model's name."""
     role: baton.v1.worker_pb2.WorkerRole.ValueType
@@ -508,6 +629,12 @@ class ReplicaStatus(google.protobuf.message.Message):
     """Whether it can be used."""
     problem: builtins.str
     """Why it is not connected; empty if it is."""
+    backlog_s: builtins.float
+    """Seconds of prompt work that it has still to do, by its last report and what this router has
+    sent since then.
+    """
+    hit_rate: builtins.float
+    """Share of prompt tokens that it has found in its prefix cache in about the last minute."""
     @property
     def load(self) -> baton.v1.worker_pb2.WorkerLoad:
         """Its load; unset unless it is connected."""
@@ -533,10 +660,12 @@ class ReplicaStatus(google.protobuf.message.Message):
         load: baton.v1.worker_pb2.WorkerLoad | None = ...,
         counters: baton.v1.worker_pb2.WorkerCounters | None = ...,
         kv_backends: collections.abc.Iterable[baton.v1.worker_pb2.KvBackendStatus] | None = ...,
+        backlog_s: builtins.float = ...,
+        hit_rate: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["counters", b"counters", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "counters", b"counters", "kv_backends", b"kv_backends", "load", b"load", "model", b"model", "problem", b"problem", "role", b"role", "state", b"state", "version", b"version", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "backlog_s", b"backlog_s", "counters", b"counters", "hit_rate", b"hit_rate", "kv_backends", b"kv_backends", "load", b"load", "model", b"model", "problem", b"problem", "role", b"role", "state", b"state", "version", b"version", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReplicaStatus: typing_extensions.TypeAlias = ReplicaStatus

@@ -26,7 +26,7 @@ from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 from baton.v1 import request_pb2 as baton_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/prefill.proto\x1a\x16\x62\x61ton/v1/request.proto\"\xe8\x01\n\x0e\x43onnectRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.baton.v1.StartDecodeH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12(\n\x08prefetch\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefetchKvH\x00\x12$\n\x04move\x18\x04 \x01(\x0b\x32\x14.baton.v1.MoveDecodeH\x00\x12)\n\x07release\x18\x05 \x01(\x0b\x32\x16.baton.v1.ReleaseMovedH\x00\x42\t\n\x07\x63ommand\"1\n\nPrefetchKv\x12#\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"\xdb\x01\n\x0bStartDecode\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.baton.v1.RequestSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12/\n\ncandidates\x18\x04 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x05 \x03(\x0b\x32\x13.baton.v1.FirstBeam\x12\x13\n\x0bskip_lookup\x18\x06 \x01(\x08\"@\n\x0c\x43\x61ncelDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\" \n\nMoveDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\"\n\x0cReleaseMoved\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"d\n\x0f\x43onnectResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.baton.v1.CandidateOutput\x12%\n\x05moved\x18\x02 \x03(\x0b\x32\x16.baton.v1.MovedRequest\"H\n\x0cMovedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.baton.v1.KvHandoff2S\n\rDecodeService\x12\x42\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x19.baton.v1.ConnectResponse(\x01\x30\x01\x42n\n\x0c\x63om.baton.v1B\x0b\x44\x65\x63odeProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/prefill.proto\x1a\x16\x62\x61ton/v1/request.proto\"\xe8\x01\n\x0e\x43onnectRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.baton.v1.StartDecodeH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12(\n\x08prefetch\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefetchKvH\x00\x12$\n\x04move\x18\x04 \x01(\x0b\x32\x14.baton.v1.MoveDecodeH\x00\x12)\n\x07release\x18\x05 \x01(\x0b\x32\x16.baton.v1.ReleaseMovedH\x00\x42\t\n\x07\x63ommand\"1\n\nPrefetchKv\x12#\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"\x80\x02\n\x0bStartDecode\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.baton.v1.RequestSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12/\n\ncandidates\x18\x04 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x05 \x03(\x0b\x32\x13.baton.v1.FirstBeam\x12\x13\n\x0bskip_lookup\x18\x06 \x01(\x08\x12#\n\x06prefix\x18\x07 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"@\n\x0c\x43\x61ncelDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\" \n\nMoveDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\"\n\x0cReleaseMoved\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"d\n\x0f\x43onnectResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.baton.v1.CandidateOutput\x12%\n\x05moved\x18\x02 \x03(\x0b\x32\x16.baton.v1.MovedRequest\"H\n\x0cMovedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.baton.v1.KvHandoff2S\n\rDecodeService\x12\x42\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x19.baton.v1.ConnectResponse(\x01\x30\x01\x42n\n\x0c\x63om.baton.v1B\x0b\x44\x65\x63odeProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,17 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFETCHKV']._serialized_start=318
   _globals['_PREFETCHKV']._serialized_end=367
   _globals['_STARTDECODE']._serialized_start=370
-  _globals['_STARTDECODE']._serialized_end=589
-  _globals['_CANCELDECODE']._serialized_start=591
-  _globals['_CANCELDECODE']._serialized_end=655
-  _globals['_MOVEDECODE']._serialized_start=657
-  _globals['_MOVEDECODE']._serialized_end=689
-  _globals['_RELEASEMOVED']._serialized_start=691
-  _globals['_RELEASEMOVED']._serialized_end=725
-  _globals['_CONNECTRESPONSE']._serialized_start=727
-  _globals['_CONNECTRESPONSE']._serialized_end=827
-  _globals['_MOVEDREQUEST']._serialized_start=829
-  _globals['_MOVEDREQUEST']._serialized_end=901
-  _globals['_DECODESERVICE']._serialized_start=903
-  _globals['_DECODESERVICE']._serialized_end=986
+  _globals['_STARTDECODE']._serialized_end=626
+  _globals['_CANCELDECODE']._serialized_start=628
+  _globals['_CANCELDECODE']._serialized_end=692
+  _globals['_MOVEDECODE']._serialized_start=694
+  _globals['_MOVEDECODE']._serialized_end=726
+  _globals['_RELEASEMOVED']._serialized_start=728
+  _globals['_RELEASEMOVED']._serialized_end=762
+  _globals['_CONNECTRESPONSE']._serialized_start=764
+  _globals['_CONNECTRESPONSE']._serialized_end=864
+  _globals['_MOVEDREQUEST']._serialized_start=866
+  _globals['_MOVEDREQUEST']._serialized_end=938
+  _globals['_DECODESERVICE']._serialized_start=940
+  _globals['_DECODESERVICE']._serialized_end=1023
 # @@protoc_insertion_point(module_scope)

@@ -112,6 +112,7 @@ class StartDecode(google.protobuf.message.Message):
     CANDIDATES_FIELD_NUMBER: builtins.int
     FIRST_BEAMS_FIELD_NUMBER: builtins.int
     SKIP_LOOKUP_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
     """The namespace digest of the router's block keys."""
     skip_lookup: builtins.bool
@@ -137,6 +138,12 @@ class StartDecode(google.protobuf.message.Message):
     def first_beams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.FirstBeam]:
         """The most likely first tokens of a beam search that continues after prefill."""
 
+    @property
+    def prefix(self) -> baton.v1.prefill_pb2.KvHandoff:
+        """Where leading blocks of the prompt are that another worker lends, as in PrefillRequest; not
+        used if `handoff` is set.
+        """
+
     def __init__(
         self,
         *,
@@ -146,10 +153,11 @@ class StartDecode(google.protobuf.message.Message):
         candidates: collections.abc.Iterable[baton.v1.request_pb2.CandidateProgress] | None = ...,
         first_beams: collections.abc.Iterable[baton.v1.request_pb2.FirstBeam] | None = ...,
         skip_lookup: builtins.bool = ...,
+        prefix: baton.v1.prefill_pb2.KvHandoff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "spec", b"spec"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "prefix", b"prefix", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "namespace", b"namespace", "skip_lookup", b"skip_lookup", "spec", b"spec"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "namespace", b"namespace", "prefix", b"prefix", "skip_lookup", b"skip_lookup", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StartDecode: typing_extensions.TypeAlias = StartDecode

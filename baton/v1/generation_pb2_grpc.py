@@ -44,8 +44,9 @@ class GenerationServiceStub(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it. An error with
-    another cause than those has its code's name as its reason.
+    neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -57,10 +58,12 @@ class GenerationServiceStub(object):
     | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
     | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
     | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
-    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
-    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
-    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
-    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 503 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 503 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 503 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 503 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | SLO_TTFT | - | after | 503 | its first token would probably come later than x-slo-ttft-ms allows |
+    | RESOURCE_EXHAUSTED | SLO_TPOT | - | after | 503 | its tokens would probably be slower than x-slo-tpot-ms allows |
     | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
     | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
     | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |
@@ -155,8 +158,9 @@ class GenerationServiceServicer(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it. An error with
-    another cause than those has its code's name as its reason.
+    neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -168,10 +172,12 @@ class GenerationServiceServicer(object):
     | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
     | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
     | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
-    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
-    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
-    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
-    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 503 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 503 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 503 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 503 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | SLO_TTFT | - | after | 503 | its first token would probably come later than x-slo-ttft-ms allows |
+    | RESOURCE_EXHAUSTED | SLO_TPOT | - | after | 503 | its tokens would probably be slower than x-slo-tpot-ms allows |
     | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
     | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
     | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |
@@ -309,8 +315,9 @@ class GenerationService(object):
 
     In the column "retry", `after` stands for a time in these places, `never` for
     a grpc-retry-pushback-ms of -1, which stops retry policies, and `-` for
-    neither. HTTP is the status that the HTTP API has for it. An error with
-    another cause than those has its code's name as its reason.
+    neither. HTTP is the status that the HTTP API has for it: 429 for a limit of
+    the client, 503 for one of the cluster. An error with another cause than those
+    has its code's name as its reason.
 
     | code | reason | field | retry | HTTP | when |
     | --- | --- | --- | --- | --- | --- |
@@ -322,10 +329,12 @@ class GenerationService(object):
     | FAILED_PRECONDITION | NO_REPLICA_FITS | - | - | 400 | the KV pool of no decode replica can hold the request, also when empty |
     | NOT_FOUND | MODEL_NOT_FOUND | model | - | 404 | there is no such model; the message names those that there are |
     | ALREADY_EXISTS | REQUEST_ID_IN_USE | request_id | - | 409 | a running request of this client has the id |
-    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 429 | --max-concurrent-requests run or wait, or too many calls wait to be read |
-    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 429 | --max-concurrent-calls are open |
-    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 429 | no replica had room for --queue-timeout-s |
-    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 429 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | ROUTER_FULL | - | after | 503 | --max-concurrent-requests run or wait, or too many calls wait to be read |
+    | RESOURCE_EXHAUSTED | CALLS_FULL | - | after | 503 | --max-concurrent-calls are open |
+    | RESOURCE_EXHAUSTED | REPLICAS_FULL | - | after | 503 | no replica had room for --queue-timeout-s |
+    | RESOURCE_EXHAUSTED | OVERLOADED | - | after | 503 | the request would probably not end by its deadline |
+    | RESOURCE_EXHAUSTED | SLO_TTFT | - | after | 503 | its first token would probably come later than x-slo-ttft-ms allows |
+    | RESOURCE_EXHAUSTED | SLO_TPOT | - | after | 503 | its tokens would probably be slower than x-slo-tpot-ms allows |
     | RESOURCE_EXHAUSTED | CLIENT_RATE | - | after | 429 | the client's requests or tokens per minute are used up |
     | RESOURCE_EXHAUSTED | CLIENT_CONCURRENCY | - | - | 429 | as many requests of the client run as may |
     | RESOURCE_EXHAUSTED | ANSWER_TOO_LARGE | - | never | 429 | the answer of Generate has more than 16 MiB; GenerateStream has no limit |

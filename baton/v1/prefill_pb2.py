@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import request_pb2 as baton_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/request.proto\"H\n\x0ePrefillRequest\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.baton.v1.RequestSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"\x90\x01\n\x0fPrefillResponse\x12$\n\x05saved\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoffH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillResultH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefillEndH\x00\x42\x07\n\x05\x65vent\"\x96\x01\n\rPrefillResult\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.baton.v1.CandidateOutput\x12/\n\ncandidates\x18\x02 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x03 \x03(\x0b\x32\x13.baton.v1.FirstBeam\"]\n\nPrefillEnd\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12)\n\x06output\x18\x02 \x01(\x0b\x32\x19.baton.v1.CandidateOutput\"\xd7\x01\n\tKvHandoff\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x12\n\nblock_keys\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\x15\n\rdigest_scheme\x18\x07 \x01(\t\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x18\n\x10\x63onnector_params\x18\t \x01(\x0cJ\x04\x08\n\x10\x0bR\x07kv_form\"?\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x18\n\x16ReleaseHandoffResponse2\xb1\x01\n\x0ePrefillService\x12\x45\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse\"\x03\x90\x02\x02\x30\x01\x12X\n\x0eReleaseHandoff\x12\x1f.baton.v1.ReleaseHandoffRequest\x1a .baton.v1.ReleaseHandoffResponse\"\x03\x90\x02\x02\x42o\n\x0c\x63om.baton.v1B\x0cPrefillProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/request.proto\"m\n\x0ePrefillRequest\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.baton.v1.RequestSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12#\n\x06prefix\x18\x03 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"\x90\x01\n\x0fPrefillResponse\x12$\n\x05saved\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoffH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillResultH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefillEndH\x00\x42\x07\n\x05\x65vent\"\x96\x01\n\rPrefillResult\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.baton.v1.CandidateOutput\x12/\n\ncandidates\x18\x02 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x03 \x03(\x0b\x32\x13.baton.v1.FirstBeam\"]\n\nPrefillEnd\x12$\n\x07handoff\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12)\n\x06output\x18\x02 \x01(\x0b\x32\x19.baton.v1.CandidateOutput\"\xd7\x01\n\tKvHandoff\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x12\n\nblock_keys\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\x15\n\rdigest_scheme\x18\x07 \x01(\t\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x18\n\x10\x63onnector_params\x18\t \x01(\x0cJ\x04\x08\n\x10\x0bR\x07kv_form\"?\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x18\n\x16ReleaseHandoffResponse2\xb1\x01\n\x0ePrefillService\x12\x45\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse\"\x03\x90\x02\x02\x30\x01\x12X\n\x0eReleaseHandoff\x12\x1f.baton.v1.ReleaseHandoffRequest\x1a .baton.v1.ReleaseHandoffResponse\"\x03\x90\x02\x02\x42o\n\x0c\x63om.baton.v1B\x0cPrefillProtoP\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42XX\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xe2\x02\x14\x42\x61ton\\V1\\GPBMetadata\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSERVICE'].methods_by_name['ReleaseHandoff']._loaded_options = None
   _globals['_PREFILLSERVICE'].methods_by_name['ReleaseHandoff']._serialized_options = b'\220\002\002'
   _globals['_PREFILLREQUEST']._serialized_start=60
-  _globals['_PREFILLREQUEST']._serialized_end=132
-  _globals['_PREFILLRESPONSE']._serialized_start=135
-  _globals['_PREFILLRESPONSE']._serialized_end=279
-  _globals['_PREFILLRESULT']._serialized_start=282
-  _globals['_PREFILLRESULT']._serialized_end=432
-  _globals['_PREFILLEND']._serialized_start=434
-  _globals['_PREFILLEND']._serialized_end=527
-  _globals['_KVHANDOFF']._serialized_start=530
-  _globals['_KVHANDOFF']._serialized_end=745
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=747
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=810
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=812
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=836
-  _globals['_PREFILLSERVICE']._serialized_start=839
-  _globals['_PREFILLSERVICE']._serialized_end=1016
+  _globals['_PREFILLREQUEST']._serialized_end=169
+  _globals['_PREFILLRESPONSE']._serialized_start=172
+  _globals['_PREFILLRESPONSE']._serialized_end=316
+  _globals['_PREFILLRESULT']._serialized_start=319
+  _globals['_PREFILLRESULT']._serialized_end=469
+  _globals['_PREFILLEND']._serialized_start=471
+  _globals['_PREFILLEND']._serialized_end=564
+  _globals['_KVHANDOFF']._serialized_start=567
+  _globals['_KVHANDOFF']._serialized_end=782
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=784
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=847
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=849
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=873
+  _globals['_PREFILLSERVICE']._serialized_start=876
+  _globals['_PREFILLSERVICE']._serialized_end=1053
 # @@protoc_insertion_point(module_scope)

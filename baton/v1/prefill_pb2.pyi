@@ -30,21 +30,29 @@ class PrefillRequest(google.protobuf.message.Message):
 
     SPEC_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
     """The namespace digest of the router's block keys."""
     @property
     def spec(self) -> baton.v1.request_pb2.RequestSpec:
         """The request."""
 
+    @property
+    def prefix(self) -> Global___KvHandoff:
+        """Where leading blocks of the prompt are that another worker lends (WorkerService.LendPrefix).
+        The replica loads those that it lacks; what it cannot load, it computes.
+        """
+
     def __init__(
         self,
         *,
         spec: baton.v1.request_pb2.RequestSpec | None = ...,
         namespace: builtins.bytes = ...,
+        prefix: Global___KvHandoff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["spec", b"spec"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["prefix", b"prefix", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["namespace", b"namespace", "spec", b"spec"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["namespace", b"namespace", "prefix", b"prefix", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest

@@ -6,6 +6,7 @@ Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 The service that workers of both tiers have in common.
 """
 
+import baton.v1.prefill_pb2
 import builtins
 import collections.abc
 import google.protobuf.descriptor
@@ -88,6 +89,10 @@ class GetInfoResponse(google.protobuf.message.Message):
     KV_FORM_FIELD_NUMBER: builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
     MAX_NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    CACHE_GROUPS_FIELD_NUMBER: builtins.int
+    CACHES_PREFIXES_FIELD_NUMBER: builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
+    LENDS_PREFIXES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn at each start, so that a restart at the same address is noticed."""
     role: Global___WorkerRole.ValueType
@@ -132,9 +137,25 @@ class GetInfoResponse(google.protobuf.message.Message):
     """
     max_num_requests: builtins.int
     """The most requests that it runs and queues at a time."""
+    caches_prefixes: builtins.bool
+    """Whether it has a prefix cache. Unset: yes."""
+    kv_bytes_per_token: builtins.int
+    """Bytes of a token's K and V, over all layers, in the pool. What loads bring is counted in the
+    same bytes; see WorkerLoad.load_bytes_per_s.
+    """
+    lends_prefixes: builtins.bool
+    """Whether LendPrefix can lend: the worker caches prefixes, and its KV connector reads blocks in
+    other workers' pools.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
+
+    @property
+    def cache_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
+        """The parts of its prefix cache, in the order of their numbers in events. Empty: one of kind
+        KIND_FULL.
+        """
 
     def __init__(
         self,
@@ -159,11 +180,74 @@ class GetInfoResponse(google.protobuf.message.Message):
         kv_form: builtins.str = ...,
         tokenizer_digest: builtins.str = ...,
         max_num_requests: builtins.int = ...,
+        cache_groups: collections.abc.Iterable[Global___CacheGroup] | None = ...,
+        caches_prefixes: builtins.bool | None = ...,
+        kv_bytes_per_token: builtins.int = ...,
+        lends_prefixes: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes", "caches_prefixes", b"caches_prefixes"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes", "block_size", b"block_size", "cache_groups", b"cache_groups", "caches_prefixes", b"caches_prefixes", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "lends_prefixes", b"lends_prefixes", "max_model_len", b"max_model_len", "max_num_requests", b"max_num_requests", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__caches_prefixes: typing_extensions.TypeAlias = typing.Literal["caches_prefixes"]
+    _WhichOneofArgType__caches_prefixes: typing_extensions.TypeAlias = typing.Literal["_caches_prefixes", b"_caches_prefixes"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__caches_prefixes) -> _WhichOneofReturnType__caches_prefixes | None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
+
+@typing.final
+class CacheGroup(google.protobuf.message.Message):
+    """Layers whose KV lies in the same blocks, or the states of all recurrent layers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[CacheGroup._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: CacheGroup._Kind.ValueType  # 0
+        """Unknown to this build."""
+        KIND_FULL: CacheGroup._Kind.ValueType  # 1
+        """All blocks of the prefix."""
+        KIND_WINDOW: CacheGroup._Kind.ValueType  # 2
+        """Its last window_blocks blocks: the layers have a sliding window."""
+        KIND_STATE: CacheGroup._Kind.ValueType  # 3
+        """The states after its last block."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """Which blocks a prefix needs to be used."""
+
+    KIND_UNSPECIFIED: CacheGroup.Kind.ValueType  # 0
+    """Unknown to this build."""
+    KIND_FULL: CacheGroup.Kind.ValueType  # 1
+    """All blocks of the prefix."""
+    KIND_WINDOW: CacheGroup.Kind.ValueType  # 2
+    """Its last window_blocks blocks: the layers have a sliding window."""
+    KIND_STATE: CacheGroup.Kind.ValueType  # 3
+    """The states after its last block."""
+
+    KIND_FIELD_NUMBER: builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: builtins.int
+    kind: Global___CacheGroup.Kind.ValueType
+    """Which blocks a prefix needs."""
+    window_blocks: builtins.int
+    """Blocks of pool_block_size tokens that the first token after a prefix sees; of KIND_WINDOW."""
+    max_blocks: builtins.int
+    """The most blocks of the group that the cache can hold."""
+    def __init__(
+        self,
+        *,
+        kind: Global___CacheGroup.Kind.ValueType = ...,
+        window_blocks: builtins.int = ...,
+        max_blocks: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "max_blocks", b"max_blocks", "window_blocks", b"window_blocks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CacheGroup: typing_extensions.TypeAlias = CacheGroup
 
 @typing.final
 class WorkerLoad(google.protobuf.message.Message):
@@ -196,6 +280,12 @@ class WorkerLoad(google.protobuf.message.Message):
     NUM_SKIPPED_STATES_FIELD_NUMBER: builtins.int
     NUM_STATE_HITS_FIELD_NUMBER: builtins.int
     NUM_STATE_LOST_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: builtins.int
+    DECODE_STEP_S_FIELD_NUMBER: builtins.int
+    QUEUED_PROMPT_S_FIELD_NUMBER: builtins.int
+    LOAD_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    NEWEST_KV_EVENT_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
@@ -250,6 +340,24 @@ class WorkerLoad(google.protobuf.message.Message):
     """Tokens computed again since the start though their K and V were in the prefix cache, as no
     state was at their end.
     """
+    prompt_token_s: builtins.float
+    """Seconds to compute one more token of a prompt, as measured; 0 if it is not known."""
+    decode_step_s: builtins.float
+    """Seconds in which each sequence decodes once while all seats (max_num_seqs) are taken, as
+    measured; 0 if it is not known.
+    """
+    queued_prompt_s: builtins.float
+    """Seconds to compute the queued prompt tokens."""
+    load_bytes_per_s: builtins.float
+    """Bytes of KV that loads have brought per second; 0 unless some ended in the last minute."""
+    age_s: builtins.float
+    """Requests that arrived less than this long ago may be missing in the load: the engine takes
+    them between two steps.
+    """
+    newest_kv_event: builtins.int
+    """Number of the newest event of WatchKvEvents; a reader that has seen it is up to date. 0 before
+    the first.
+    """
     @property
     def kv_store_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Identities of the KV stores through which alone the worker hands prompts over, in the order of
@@ -286,8 +394,14 @@ class WorkerLoad(google.protobuf.message.Message):
         num_skipped_states: builtins.int = ...,
         num_state_hits: builtins.int = ...,
         num_state_lost_tokens: builtins.int = ...,
+        prompt_token_s: builtins.float = ...,
+        decode_step_s: builtins.float = ...,
+        queued_prompt_s: builtins.float = ...,
+        load_bytes_per_s: builtins.float = ...,
+        age_s: builtins.float = ...,
+        newest_kv_event: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "kv_store_ids", b"kv_store_ids", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cached_slots", b"num_cached_slots", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_kept_states", b"num_kept_states", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_skipped_states", b"num_skipped_states", "num_slots", b"num_slots", "num_state_hits", b"num_state_hits", "num_state_lost_tokens", b"num_state_lost_tokens", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "role", b"role", "stalled", b"stalled"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_s", b"age_s", "decode_step_s", b"decode_step_s", "draining", b"draining", "kv_store_ids", b"kv_store_ids", "load_bytes_per_s", b"load_bytes_per_s", "newest_kv_event", b"newest_kv_event", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cached_slots", b"num_cached_slots", "num_compiling", b"num_compiling", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_kept_states", b"num_kept_states", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_skipped_states", b"num_skipped_states", "num_slots", b"num_slots", "num_state_hits", b"num_state_hits", "num_state_lost_tokens", b"num_state_lost_tokens", "num_swap_preemptions", b"num_swap_preemptions", "num_swapped", b"num_swapped", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "prompt_token_s", b"prompt_token_s", "queued_prompt_s", b"queued_prompt_s", "role", b"role", "stalled", b"stalled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad
@@ -654,10 +768,12 @@ class KvEvent(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
+    SAVED_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
-    """Grows with each event. A gap is followed by `cleared` and the whole
-    content. An event with very many keys is split into several events with the
-    same number.
+    """Grows by one with each change. A gap is followed by `cleared` and the whole content. The parts
+    of the content have the number of the last change before it; an event with very many keys is
+    split into several events with the same number.
     """
     @property
     def stored(self) -> Global___BlocksStored:
@@ -671,6 +787,14 @@ class KvEvent(google.protobuf.message.Message):
     def cleared(self) -> Global___CacheCleared:
         """The cache is empty."""
 
+    @property
+    def saved(self) -> Global___BlocksSaved:
+        """Blocks entered a store."""
+
+    @property
+    def missing(self) -> Global___BlocksMissing:
+        """Blocks were not in a store."""
+
     def __init__(
         self,
         *,
@@ -678,12 +802,14 @@ class KvEvent(google.protobuf.message.Message):
         stored: Global___BlocksStored | None = ...,
         removed: Global___BlocksRemoved | None = ...,
         cleared: Global___CacheCleared | None = ...,
+        saved: Global___BlocksSaved | None = ...,
+        missing: Global___BlocksMissing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "missing", b"missing", "removed", b"removed", "saved", b"saved", "stored", b"stored"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "missing", b"missing", "removed", b"removed", "saved", b"saved", "sequence_number", b"sequence_number", "stored", b"stored"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["stored", "removed", "cleared"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["stored", "removed", "cleared", "saved", "missing"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -697,23 +823,27 @@ class BlocksStored(google.protobuf.message.Message):
 
     KEYS_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
     parent: builtins.bytes
-    """Key of the block that the first of them follows. Unset: the block begins a
-    prompt, or its predecessor is unknown.
-    """
+    """Key of the block that the first of them follows. Unset: the block begins a prompt."""
+    group: builtins.int
+    """Number of their group in GetInfoResponse.cache_groups."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Their keys, 32 bytes each."""
+        """Their keys, 32 bytes each, those of consecutive blocks of a prompt. If a block of the pool has
+        several block keys, its last one. In groups that are not KIND_FULL they have no order.
+        """
 
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         parent: builtins.bytes | None = ...,
+        group: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent", "parent", b"parent"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent", "keys", b"keys", "parent", b"parent"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent", "group", b"group", "keys", b"keys", "parent", b"parent"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: typing_extensions.TypeAlias = typing.Literal["parent"]
     _WhichOneofArgType__parent: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent"]
@@ -728,6 +858,9 @@ class BlocksRemoved(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    """Number of their group in GetInfoResponse.cache_groups."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Their keys, 32 bytes each."""
@@ -736,8 +869,9 @@ class BlocksRemoved(google.protobuf.message.Message):
         self,
         *,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        group: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "keys", b"keys"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
@@ -753,3 +887,101 @@ class CacheCleared(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___CacheCleared: typing_extensions.TypeAlias = CacheCleared
+
+@typing.final
+class LendPrefixRequest(google.protobuf.message.Message):
+    """Asks a worker to lend a prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    """The namespace digest of the keys."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Keys of the prompt's full blocks that the other worker lacks and those before them, 32 bytes
+        each, from the first on.
+        """
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys", "namespace", b"namespace"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LendPrefixRequest: typing_extensions.TypeAlias = LendPrefixRequest
+
+@typing.final
+class LendPrefixResponse(google.protobuf.message.Message):
+    """The terms under which a prefix is lent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: builtins.int
+    @property
+    def handoff(self) -> baton.v1.prefill_pb2.KvHandoff:
+        """Where the blocks are. Unset: the worker holds none of them, or has no room to keep them."""
+
+    def __init__(
+        self,
+        *,
+        handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LendPrefixResponse: typing_extensions.TypeAlias = LendPrefixResponse
+
+@typing.final
+class BlocksSaved(google.protobuf.message.Message):
+    """Blocks that entered the stores of WorkerLoad.kv_store_ids, where other workers find them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
+    ttl_s: builtins.float
+    """How long they stay there at least if nobody reads them."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Their block keys, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        ttl_s: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys", "ttl_s", b"ttl_s"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlocksSaved: typing_extensions.TypeAlias = BlocksSaved
+
+@typing.final
+class BlocksMissing(google.protobuf.message.Message):
+    """Blocks that the worker looked for in the stores of WorkerLoad.kv_store_ids, and that were not
+    there.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Their block keys, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlocksMissing: typing_extensions.TypeAlias = BlocksMissing

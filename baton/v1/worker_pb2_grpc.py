@@ -75,6 +75,11 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
+        self.LendPrefix = channel.unary_unary(
+                '/baton.v1.WorkerService/LendPrefix',
+                request_serializer=baton_dot_v1_dot_worker__pb2.LendPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.LendPrefixResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -145,6 +150,19 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LendPrefix(self, request, context):
+        """Lends the longest prefix of a prompt that the worker's prefix cache holds to another worker,
+        which loads it instead of computing it (`prefix` of PrefillRequest and StartDecode). The
+        blocks stay until ReleaseHandoff or until the lease is over; the worker takes them back
+        earlier if its own requests lack blocks. Cancelling takes them back.
+        FAILED_PRECONDITION: the namespace is not this worker's, or the worker cannot lend
+        (GetInfoResponse.lends_prefixes).
+        INVALID_ARGUMENT: a key does not have 32 bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -187,6 +205,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.WatchKvEventsResponse.SerializeToString,
+            ),
+            'LendPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendPrefix,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.LendPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.LendPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,6 +429,33 @@ class WorkerService(object):
             '/baton.v1.WorkerService/WatchKvEvents',
             baton_dot_v1_dot_worker__pb2.WatchKvEventsRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.WatchKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/LendPrefix',
+            baton_dot_v1_dot_worker__pb2.LendPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.LendPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,15 @@ class WorkerServiceStub:
     content, as `cleared` and then `stored`. A reader that lags too far behind
     gets the whole content again.
     """
+    LendPrefix: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.LendPrefixRequest, baton.v1.worker_pb2.LendPrefixResponse]
+    """Lends the longest prefix of a prompt that the worker's prefix cache holds to another worker,
+    which loads it instead of computing it (`prefix` of PrefillRequest and StartDecode). The
+    blocks stay until ReleaseHandoff or until the lease is over; the worker takes them back
+    earlier if its own requests lack blocks. Cancelling takes them back.
+    FAILED_PRECONDITION: the namespace is not this worker's, or the worker cannot lend
+    (GetInfoResponse.lends_prefixes).
+    INVALID_ARGUMENT: a key does not have 32 bytes.
+    """
 
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -93,6 +102,15 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Streams changes of the prefix cache. The stream begins with its present
     content, as `cleared` and then `stored`. A reader that lags too far behind
     gets the whole content again.
+    """
+    LendPrefix: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.LendPrefixRequest, baton.v1.worker_pb2.LendPrefixResponse]  # type: ignore[assignment]
+    """Lends the longest prefix of a prompt that the worker's prefix cache holds to another worker,
+    which loads it instead of computing it (`prefix` of PrefillRequest and StartDecode). The
+    blocks stay until ReleaseHandoff or until the lease is over; the worker takes them back
+    earlier if its own requests lack blocks. Cancelling takes them back.
+    FAILED_PRECONDITION: the namespace is not this worker's, or the worker cannot lend
+    (GetInfoResponse.lends_prefixes).
+    INVALID_ARGUMENT: a key does not have 32 bytes.
     """
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
@@ -173,6 +191,21 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         """Streams changes of the prefix cache. The stream begins with its present
         content, as `cleared` and then `stored`. A reader that lags too far behind
         gets the whole content again.
+        """
+
+    @abc.abstractmethod
+    def LendPrefix(
+        self,
+        request: baton.v1.worker_pb2.LendPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[baton.v1.worker_pb2.LendPrefixResponse, collections.abc.Awaitable[baton.v1.worker_pb2.LendPrefixResponse]]:
+        """Lends the longest prefix of a prompt that the worker's prefix cache holds to another worker,
+        which loads it instead of computing it (`prefix` of PrefillRequest and StartDecode). The
+        blocks stay until ReleaseHandoff or until the lease is over; the worker takes them back
+        earlier if its own requests lack blocks. Cancelling takes them back.
+        FAILED_PRECONDITION: the namespace is not this worker's, or the worker cannot lend
+        (GetInfoResponse.lends_prefixes).
+        INVALID_ARGUMENT: a key does not have 32 bytes.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -23,6 +23,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from benchmarks.chaos.requests import Event
 from benchmarks.output import write_line
 from engine.config import EngineConfig
+from router.processes.place import ProcessPlace
 from rpc.channels import open_channel
 from rpc.probe import wait_until_serving
 from rpc.server_config import MetricsConfig
@@ -107,16 +108,24 @@ class ChaosCluster:
         routers: the routers' servers.
         workers: the workers' servers.
         processes: all processes by name, Redis included if there is one.
+        router_processes: number of processes of each router, which starts them itself.
     """
 
     routers: Sequence[Server]
     workers: Sequence[Server]
     processes: Mapping[str, SupervisedProcess]
+    router_processes: int = 1
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all processes that can be disturbed."""
+        several = range(self.router_processes if self.router_processes > 1 else 0)
+        routers = [router.spec.name for router in self.routers]
+        return [*self.processes, *(f"{router}/{i}" for router in routers for i in several)]
 
     async def disturb(self, event: Event, freeze_s: float) -> None:
         """Kills, drains or freezes a process; one that runs no more is left alone."""
-        process = self.processes[event.target]
-        pid = process.pid
+        pid = self._pid_of(event.target)
         if pid is None:
             return
         if event.kind == "freeze":
@@ -134,19 +143,24 @@ class ChaosCluster:
         Raises:
             UnavailableError: it does not end.
         """
-        process = self.processes[name]
-        before = process.pid
+        before = self._pid_of(name)
         if before is not None:
             _send(before, signal.SIGTERM)
         for _ in range(int(_START_TIMEOUT_S / _POLL_S)):
-            if process.pid not in (None, before):
+            if self._pid_of(name) not in (None, before):
                 break
             await asyncio.sleep(_POLL_S)
         else:
             raise UnavailableError(f"{name} has not ended within {_START_TIMEOUT_S:g} s")
         for server in (*self.workers, *self.routers):
-            if server.spec.name == name:
+            if server.spec.name == name.partition("/")[0]:
                 await wait_until_serving(server.address, _START_TIMEOUT_S)
+
+    def _pid_of(self, name: str) -> int | None:
+        """The id of a process; None while it does not run."""
+        parent, _, number = name.partition("/")
+        pid = self.processes[parent].pid
+        return pid if pid is None or not number else _router_process(pid, int(number))
 
     async def wait_serving(self) -> None:
         """Returns when every router and worker is serving."""
@@ -200,7 +214,13 @@ class ChaosCluster:
 
 @asynccontextmanager
 async def running_chaos_cluster(
-    engine: EngineConfig, *, num_routers: int, num_prefill: int, num_decode: int, log: bool
+    engine: EngineConfig,
+    *,
+    num_routers: int,
+    num_prefill: int,
+    num_decode: int,
+    router_processes: int = 1,
+    log: bool,
 ) -> AsyncIterator[ChaosCluster]:
     """Runs a cluster whose processes start again whenever they end.
 
@@ -210,6 +230,7 @@ async def running_chaos_cluster(
         num_routers: number of routers, at least one.
         num_prefill: number of prefill workers.
         num_decode: number of decode workers, at least one.
+        router_processes: number of processes of each router.
         log: whether the processes' output goes to stderr.
 
     Raises:
@@ -230,7 +251,7 @@ async def running_chaos_cluster(
         config = ClusterConfig.grpc_only(engine, num_prefill=num_prefill, num_decode=num_decode)
         grpc = replace(config.router.grpc, drain_timeout_s=_DRAIN_TIMEOUT_S)
         router = replace(config.router, grpc=grpc, metrics=MetricsConfig(port=0))
-        config = replace(config, router=router)
+        config = replace(config, router=router, router_processes=router_processes)
         takes_turns = len(config.targets) > 1
         engine = stack.enter_context(sharing_machine(config.engine, turns=takes_turns))
         config = replace(config, engine=engine)
@@ -239,7 +260,7 @@ async def running_chaos_cluster(
         routers = [_named(server, f"router-{i}") for i, server in enumerate(routers)]
         servers = (*plan.workers, *routers)
         processes |= {s.spec.name: SupervisedProcess(s.spec, write, _RESTARTS) for s in servers}
-        cluster = ChaosCluster(routers, plan.workers, processes)
+        cluster = ChaosCluster(routers, plan.workers, processes, router_processes)
         try:
             await start_workers((s, processes[s.spec.name]) for s in plan.workers)
             await asyncio.gather(*(start_server(s, processes[s.spec.name]) for s in routers))
@@ -265,6 +286,18 @@ def _named(server: Server, name: str) -> Server:
 def _send(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _router_process(parent: int, number: int) -> int | None:
+    """Returns the id of one of a router's processes; None while it does not run."""
+    with suppress(OSError):  # the parent, or a process, has just ended
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            pairs = (text.partition("=") for text in variables.split("\0"))
+            place = ProcessPlace.from_environment({name: value for name, _, value in pairs})
+            if place is not None and place.index == number:
+                return int(pid)
+    return None
 
 
 async def _load_of(server: Server) -> worker_pb2.GetLoadResponse:

@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from baton import AsyncClient
 from baton.common.errors import ConfigurationError
 from baton.common.model_files.named_models import NAMED_MODELS
+from benchmarks.chaos.clients import RouterClient
 from benchmarks.chaos.cluster import (
     ChaosCluster,
     counting_computed,
@@ -53,6 +53,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "(default: redis://)",
     )
     add("--routers", type=int, default=2, metavar="N")
+    add(
+        "--router-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of each router, named router-0/0 and so on (default: %(default)s)",
+    )
     add("--prefill", type=int, default=2, metavar="N", help="prefill workers")
     add("--decode", type=int, default=3, metavar="N", help="decode workers")
     add("--show-logs", action="store_true", help="write the processes' output to stderr")
@@ -93,6 +100,7 @@ def main(args: argparse.Namespace) -> int:
     """
     check_output_args(args)
     refuse_below(1, routers=args.routers, decode=args.decode, num_requests=args.num_requests)
+    refuse_below(1, router_processes=args.router_processes)
     refuse_below(1e-3, request_rate=args.request_rate, event_interval_s=args.event_interval_s)
     refuse_below(0, prefill=args.prefill, rolling=args.rolling, freeze_s=args.freeze_s)
     report, is_good = asyncio.run(_run(args))
@@ -103,11 +111,12 @@ def main(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> tuple[Report, bool]:
     files_before = shared_files()
     async with _cluster_of(args) as cluster, AsyncExitStack() as opened:
+        num_connections = 1 if args.router_processes == 1 else 4 * args.router_processes
         clients = [
-            await opened.enter_async_context(AsyncClient(router.address))
+            await opened.enter_async_context(RouterClient(router.address, num_connections))
             for router in cluster.routers
         ]
-        vocab_size = (await clients[0].get_model()).vocab_size
+        vocab_size = (await clients[0].connections[0].get_model()).vocab_size
         requests = make_requests(args.num_requests, vocab_size, args.seed)
         run = _ChaosRun(args, cluster, clients, requests, _schedule(args, cluster))
         quiet, disturbed = await run.both()
@@ -140,19 +149,18 @@ def _cluster_of(args: argparse.Namespace) -> AbstractAsyncContextManager[ChaosCl
         num_routers=args.routers,
         num_prefill=args.prefill,
         num_decode=args.decode,
+        router_processes=args.router_processes,
         log=args.show_logs,
     )
 
 
 def _schedule(args: argparse.Namespace, cluster: ChaosCluster) -> list[Event]:
-    names = list(cluster.processes)
+    names = list(cluster.names)
     if args.target:
         wanted = tuple(args.target)
         names = [name for name in names if name in wanted or name.rpartition("-")[0] in wanted]
         if not names:
-            raise ConfigurationError(
-                f"--target {wanted[0]} names none of {list(cluster.processes)}"
-            )
+            raise ConfigurationError(f"--target {wanted[0]} names none of {list(cluster.names)}")
     return make_schedule(
         names,
         args.event or ("kill", "freeze"),
@@ -182,7 +190,7 @@ class _ChaosRun:
         self,
         args: argparse.Namespace,
         cluster: ChaosCluster,
-        clients: Sequence[AsyncClient],
+        clients: Sequence[RouterClient],
         requests: Sequence[ChaosRequest],
         schedule: Sequence[Event],
     ) -> None:
@@ -246,8 +254,8 @@ def _facts(args: argparse.Namespace, quiet: Sequence[Record]) -> Mapping[str, st
         events = " or ".join(args.event or ("kill", "freeze"))
     most = max(record.longest_gap_s for record in quiet)
     return {
-        "cluster": f"{args.routers} routers, {args.prefill} prefill, {args.decode} decode, "
-        f"{args.kv_connector}",
+        "cluster": f"{args.routers} routers of {args.router_processes} processes, "
+        f"{args.prefill} prefill, {args.decode} decode, {args.kv_connector}",
         "model": args.model,
         "requests": f"{args.num_requests} at {args.request_rate:g} per second",
         "events": f"{events}, one every {args.event_interval_s:g} s",

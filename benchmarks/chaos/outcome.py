@@ -133,7 +133,7 @@ def _undisturbed_gaps(records: Sequence[Record], events: Sequence[Event]) -> Seq
         record.longest_gap_s
         for record in records
         if not any(
-            event.target == f"router-{record.router}"
+            event.disturbs(f"router-{record.router}")
             and record.sent_s - _AFTERMATH_S <= event.at_s <= record.ended_s
             for event in events
         )

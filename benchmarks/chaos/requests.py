@@ -3,11 +3,13 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from baton import AsyncClient, SamplingParams
+from baton import SamplingParams
 from baton.common.errors import BatonError, ResourceExhaustedError, UnavailableError
+from baton.results import CompletionChunk
 
 __all__ = [
     "KINDS",
@@ -29,6 +31,13 @@ _KINDS = ("greedy", "seeded", "several")
 _TIMEOUT_S = 120.0
 
 
+class StreamingClient(Protocol):
+    """A client of a router, such as `AsyncClient`."""
+
+    def stream(self, *arguments: Any, **options: Any) -> AsyncIterator[CompletionChunk]:
+        """Streams a request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One disturbance.
@@ -36,12 +45,16 @@ class Event:
     Attributes:
         at_s: seconds after the first request.
         kind: kill (SIGKILL), freeze (SIGSTOP, later SIGCONT) or drain (SIGTERM).
-        target: the process's name, for example "decode-0".
+        target: the process's name, for example "decode-0"; "router-0/1" is process 1 of a router.
     """
 
     at_s: float
     kind: str
     target: str
+
+    def disturbs(self, name: str) -> bool:
+        """Whether it is about a process, or about one that the process has started."""
+        return self.target.partition("/")[0] == name
 
 
 def make_schedule(
@@ -74,11 +87,11 @@ def make_schedule(
 
 
 def has_ended(events: Sequence[Event], target: str, since_s: float) -> bool:
-    """Returns whether a process was killed or stopped so late that it was down at `since_s`, in
-    seconds after the first request, or went down since then.
+    """Returns whether a process, or one that it has started, was killed or stopped so late that it
+    was down at `since_s`, in seconds after the first request, or went down since then.
     """
     return any(
-        event.target == target and event.kind != "freeze" and event.at_s >= since_s - _RESTART_S
+        event.disturbs(target) and event.kind != "freeze" and event.at_s >= since_s - _RESTART_S
         for event in events
     )
 
@@ -171,7 +184,7 @@ def make_requests(count: int, vocab_size: int, seed: int) -> list[ChaosRequest]:
 
 async def send_all(
     requests: Sequence[ChaosRequest],
-    clients: Sequence[AsyncClient],
+    clients: Sequence[StreamingClient],
     *,
     rate: float,
     salt: str,
@@ -210,7 +223,7 @@ async def send_all(
     return await asyncio.gather(*(send(request) for request in requests))
 
 
-async def _try(record: Record, client: AsyncClient, salt: str, last: dict[int, float]) -> None:
+async def _try(record: Record, client: StreamingClient, salt: str, last: dict[int, float]) -> None:
     """Sends a request, and adds what comes to its record.
 
     Args:

@@ -37,7 +37,7 @@ if [[ $peer == llamacpp* ]]; then
     if [[ $peer == llamacpp-avx2 ]]; then
         options+=" -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
     fi
-    CMAKE_ARGS="$options" install --no-binary llama-cpp-python -r "$requirements"
+    CMAKE_ARGS="$options" install --no-cache-dir --no-binary llama-cpp-python -r "$requirements"
     echo "$peer is in $folder"
     exit
 fi

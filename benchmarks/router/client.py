@@ -16,10 +16,15 @@ from typing import Any
 import grpc
 
 from baton.v1 import common_pb2, generation_pb2
+from rpc.process_limits import raise_descriptor_limit
 
 _PROMPT = "Return a list of names"
 _METHOD = "/baton.v1.GenerationService/GenerateStream"
 _READ_BYTES = 1 << 16
+_STREAMS_PER_CHANNEL = 100
+_MAX_CHANNELS = 16
+_MAX_CONNECTING = 256
+"""The most connections that are opened at the same time, far below a server's backlog."""
 
 
 async def _grpc_messages(channel: grpc.aio.Channel, num_tokens: int) -> AsyncGenerator[int, None]:
@@ -34,7 +39,9 @@ async def _grpc_messages(channel: grpc.aio.Channel, num_tokens: int) -> AsyncGen
         yield 1
 
 
-async def _http_messages(port: int, num_tokens: int) -> AsyncGenerator[int, None]:
+async def _http_messages(
+    port: int, num_tokens: int, connecting: asyncio.Semaphore
+) -> AsyncGenerator[int, None]:
     """Yields how many events each piece of a stream has. Reads bytes, so that it costs little."""
     body = json.dumps(
         {
@@ -46,7 +53,8 @@ async def _http_messages(port: int, num_tokens: int) -> AsyncGenerator[int, None
             "max_tokens": num_tokens,
         }
     ).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with connecting:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         "Content-Type: application/json\r\nConnection: close\r\n\r\n"
@@ -69,13 +77,28 @@ class _Load:
 
     def __init__(self, kind: str, port: int) -> None:
         self._port = port
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}") if kind == "grpc" else None
+        self._is_grpc = kind == "grpc"
+        self._channels: list[grpc.aio.Channel] = []
+        self._num_streams = 0
         self.num_messages = 0
+        self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
 
     def _messages(self, num_tokens: int) -> AsyncGenerator[int, None]:
-        if self._channel is not None:
-            return _grpc_messages(self._channel, num_tokens)
-        return _http_messages(self._port, num_tokens)
+        if self._is_grpc:
+            return _grpc_messages(self._channel(), num_tokens)
+        return _http_messages(self._port, num_tokens, self._connecting)
+
+    def _channel(self) -> grpc.aio.Channel:
+        """The channel of the next stream, which one process of the router serves. Clients of many
+        streams are many.
+        """
+        number = self._num_streams // _STREAMS_PER_CHANNEL % _MAX_CHANNELS
+        self._num_streams += 1
+        if number == len(self._channels):
+            options = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._port}", options=options)
+            self._channels.append(channel)
+        return self._channels[number]
 
     async def stream(self, num_tokens: int) -> float:
         """Reads one stream; returns the seconds until its first message."""
@@ -110,4 +133,5 @@ async def _run(
 
 
 if __name__ == "__main__":
+    raise_descriptor_limit()
     asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:7])))

@@ -1,198 +1,100 @@
-"""`baton bench router`: requests and streamed tokens in one router process, beside bare servers."""
+"""`baton bench router`: what requests and streamed tokens cost a router process, part by part."""
 
 import argparse
-import asyncio
-import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.common.errors import InternalError
-from baton.common.model_files.named_models import demo_model_path
 from benchmarks.output import add_output_args, check_output_args, report_of_run, write_report
-from benchmarks.report import Report, Table
-from rpc.probe import wait_until_serving
+from benchmarks.report import Table
+from benchmarks.router.connections import connection_table, measure_connections
+from benchmarks.router.decision import decision_table, measure_decisions
+from benchmarks.router.idle import idle_table, measure_idle
+from benchmarks.router.long_prompts import long_prompt_table, measure_long_prompts
+from benchmarks.router.overload import measure_overload, overload_table
+from benchmarks.router.policies import measure_policies, policy_table
+from benchmarks.router.streams import measure_streams, stream_table
+from benchmarks.workloads.kind import refuse_below
 
 __all__ = ["add_args", "main"]
 
-_START_TIMEOUT_S = 60.0
-_CLIENT_TIMEOUT_S = 180.0
-_NUM_PROBES = 20
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
 
 @dataclass(frozen=True, slots=True)
-class _RouterLoad:
-    """Streams that start together, each `num_rounds` times: how many, of how many tokens, one
-    per `step_ms`.
-    """
-
-    name: str
-    num_streams: int
-    num_rounds: int
-    num_tokens: int
-    step_ms: float
-
-
-_LOADS = (
-    _RouterLoad("steady", 64, 1, 200, 50.0),
-    _RouterLoad("crowded", 400, 1, 100, 50.0),
-    _RouterLoad("flooded", 800, 1, 150, 50.0),
-    _RouterLoad("requests", 32, 40, 1, 5.0),
-)
-_SMOKE_LOADS = (_RouterLoad("smoke", 4, 2, 5, 5.0),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Figures of one server under one load.
+class _Part:
+    """A part of the benchmark: how it is measured, and the table of its rows.
 
     Attributes:
-        server: "grpc" or "http", of a router or of a bare server.
-        load: the load's name.
-        tokens_per_s: streamed tokens per second.
-        tokens_per_message: how many tokens a message had.
-        cpu_us_per_token: processor time of the server's process per token.
-        tokens_per_cpu_s: its inverse: what one core could stream at this load.
-        first_token_ms: median time to the first token of requests beside the streams.
+        measure: returns the rows; its argument `is_smoke` makes everything tiny.
+        table: shows them.
+        is_default: whether it runs if no part is named.
     """
 
-    server: str
-    load: str
-    tokens_per_s: float
-    tokens_per_message: float
-    cpu_us_per_token: float
-    tokens_per_cpu_s: float
-    first_token_ms: float
+    measure: Callable[..., Sequence[Any]]
+    table: Callable[[Any], Table]
+    is_default: bool = True
+
+
+_PARTS = {
+    "streams": _Part(measure_streams, stream_table),
+    "decision": _Part(measure_decisions, decision_table),
+    "long-prompts": _Part(measure_long_prompts, long_prompt_table),
+    "idle": _Part(measure_idle, idle_table),
+    "overload": _Part(measure_overload, overload_table),
+    # Needs 20,000 open files and two minutes.
+    "connections": _Part(measure_connections, connection_table, is_default=False),
+    # Takes an hour.
+    "policies": _Part(measure_policies, policy_table, is_default=False),
+}
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
+    default = ", ".join(name for name, part in _PARTS.items() if part.is_default)
+    parser.add_argument(
+        "--part", choices=_PARTS, action="append", help=f"repeatable (default: {default})"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="trace in Mooncake's format for --part policies (default: made-up conversations)",
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of the router in the part streams (default: %(default)s)",
     )
     add_output_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures what a router process costs, over gRPC and HTTP, beside a bare grpc.aio server and a
-    bare uvicorn server that stream the same number of constant messages. The router's worker has
-    no model: it sends a token per stream and step.
+    """Measures what a router process costs.
+
+    streams: streamed tokens and small requests over gRPC and HTTP, beside a bare grpc.aio server
+    and a bare uvicorn server that stream the same number of constant messages, then 400 streams at
+    80% of capacity. decision: the choice of a replica. long-prompts: prompts of 100k tokens, and
+    short requests beside them. idle: a router that has replicas and no requests. connections:
+    10,000 streams at once, and the memory of each. The workers have no model: they send a token per
+    stream and step. overload: three times as many requests as can be served, over simulated
+    replicas. policies: routing policies on a trace, over simulated replicas.
     """
     check_output_args(args)
-    rows = [_measure(load) for load in (_SMOKE_LOADS if args.smoke else _LOADS)]
-    write_report(_report(args, [row for load_rows in rows for row in load_rows]), args)
-    return 0
-
-
-def _measure(load: _RouterLoad) -> list[_Row]:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
-        servers = _start_servers(load, Path(folder), processes)
-        return [
-            _run_client(name, kind, process, port, load) for name, kind, process, port in servers
-        ]
-
-
-_Server = tuple[str, str, "subprocess.Popen[bytes]", int]
-"""Its name, its protocol, its process and its port."""
-
-
-def _start_servers(load: _RouterLoad, folder: Path, processes: ExitStack) -> list[_Server]:
-    """Starts the bare servers and a router over a scripted worker."""
-    step = str(load.step_ms)
-    servers: list[_Server] = []
-    for kind in ("grpc", "http"):
-        port_file = folder / f"floor-{kind}"
-        module = ("benchmarks.router.floors", kind, step, str(port_file))
-        process = processes.enter_context(_running(*module))
-        servers.append((f"bare {kind}", kind, process, _port_of(port_file, process)))
-    worker_file = folder / "worker"
-    worker = processes.enter_context(
-        _running("benchmarks.router.scripted_worker", step, str(worker_file))
-    )
-    address = f"127.0.0.1:{_port_of(worker_file, worker)}"
-    files = {"grpc": folder / "grpc", "http": folder / "http"}
-    router = processes.enter_context(
-        _running(
-            "router",
-            *("--model", str(demo_model_path()), "--decode", address, "--log-level", "error"),
-            *("--grpc-port", "0", "--grpc-port-file", str(files["grpc"])),
-            *("--port", "0", "--port-file", str(files["http"])),
-            *("--max-local-prefill-tokens", "1000000"),
-        )
-    )
-    ports = {kind: _port_of(path, router) for kind, path in files.items()}
-    asyncio.run(wait_until_serving(f"127.0.0.1:{ports['grpc']}", _START_TIMEOUT_S))
-    return [*servers, *((f"router {kind}", kind, router, ports[kind]) for kind in ports)]
-
-
-@contextmanager
-def _running(module: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _port_of(path: Path, process: "subprocess.Popen[bytes]") -> int:
-    """Waits until a server has written its port."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise InternalError(f"a server did not start; its status is {process.returncode}")
-        time.sleep(0.02)
-    return int(path.read_text())
-
-
-def _run_client(
-    name: str, kind: str, process: "subprocess.Popen[bytes]", port: int, load: _RouterLoad
-) -> _Row:
-    command = [sys.executable, "-P", "-m", "benchmarks.router.client", kind, str(port)]
-    command += map(str, (load.num_streams, load.num_rounds, load.num_tokens, _NUM_PROBES))
-    before_s = _cpu_seconds(process.pid)
-    output = subprocess.run(command, check=True, timeout=_CLIENT_TIMEOUT_S, stdout=subprocess.PIPE)
-    cpu_s = _cpu_seconds(process.pid) - before_s
-    found = json.loads(output.stdout)
-    sys.stderr.write(f"{name}: {load.name}\n")
-    num_tokens = load.num_streams * load.num_rounds * load.num_tokens
-    return _Row(
-        server=name,
-        load=load.name,
-        tokens_per_s=num_tokens / found["seconds"],
-        tokens_per_message=num_tokens / found["num_messages"],
-        cpu_us_per_token=1e6 * cpu_s / num_tokens,
-        tokens_per_cpu_s=num_tokens / cpu_s,
-        first_token_ms=statistics.median(found["first_token_ms"]),
-    )
-
-
-def _cpu_seconds(pid: int) -> float:
-    """The processor time that a process has used."""
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(times[11]) + int(times[12])) / _TICKS_PER_S
-
-
-def _report(args: argparse.Namespace, rows: Sequence[_Row]) -> Report:
-    columns = (
-        *("server", "load", "tokens/s", "tokens per message", "CPU us per token"),
-        *("tokens per CPU second", "first token beside it, ms"),
-    )
-    table = Table(
-        title="One router process, and bare servers that send one message per token",
-        columns=columns,
-        rows=[list(asdict(row).values()) for row in rows],
-        note="The load 'requests' has one token per request: its rows count requests.",
-    )
-    loads: list[dict[str, Any]] = [asdict(load) for load in _LOADS]
+    refuse_below(1, processes=args.processes)
+    names = args.part or [name for name, part in _PARTS.items() if part.is_default]
+    options = {"streams": {"num_processes": args.processes}, "policies": {"trace": args.trace}}
+    rows = {
+        name: _PARTS[name].measure(is_smoke=args.smoke, **options.get(name, {}))
+        for name in _PARTS
+        if name in names
+    }
+    tables = [_PARTS[name].table(part_rows) for name, part_rows in rows.items()]
     title = "Router" + (", smoke test: no figures" if args.smoke else "")
-    return report_of_run(args, title, [table], loads=loads, rows=[asdict(row) for row in rows])
+    results = {name: [asdict(row) for row in part_rows] for name, part_rows in rows.items()}
+    write_report(report_of_run(args, title, tables, rows=results), args)
+    return 0

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.router.scripted_worker STEP_MS PORT_FILE`: decodes without a model.
+"""`python -m benchmarks.router.scripted_worker TIER STEP_MS NUMBER PORT_FILE`: workers of a tier
+without a model, all in one process. The file gets their ports, one per line.
 
-Each step it sends the next token of every running request, as an engine does, so that a router
-is all that a benchmark measures. With a step of 0 ms, steps are as fast as the router reads.
+Each step a decode worker sends the next token of every running request, as an engine does, so that
+a router is all that a benchmark measures. With a step of 0 ms, steps are as fast as the router
+reads. A prefill worker answers at once, with the keys of all blocks.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import itertools
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -18,11 +21,15 @@ from baton.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
     request_pb2,
     worker_pb2,
 )
+from kvstore.block_key import BlockKeyChain
+from kvstore.handoff import KvHandoff, handoff_to_proto
 from router.requests.tokenizer import Tokenizer
-from rpc.server import RpcServer, serve
+from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from rpc.worker import Worker, WorkerTier
 
@@ -30,7 +37,14 @@ _TEXT = (
     "Return a list of the names of all files in the folder, sorted by the time of their last "
     "change. If the folder does not exist, an OSError is raised. "
 )
-_SERVICES = ("baton.v1.DecodeService", "baton.v1.WorkerService")
+_TIERS = {
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+}
+_SERVICES = ("baton.v1.DecodeService", "baton.v1.PrefillService", "baton.v1.WorkerService")
+_NAMESPACE = bytes(32)
+_BLOCK_SIZE = 16
+_MAX_MODEL_LEN = 1 << 18
 
 
 @dataclass(slots=True)
@@ -50,8 +64,10 @@ class _Requests:
         self._running: dict[str, _Running] = {}
         self._arrived = asyncio.Event()
 
-    def add(self, spec: request_pb2.RequestSpec) -> None:
-        request = _Running(spec.request_id, spec.stopping.max_tokens)
+    def add(self, start: decode_pb2.StartDecode) -> None:
+        spec = start.spec
+        num_tokens = sum(len(candidate.output_token_ids) for candidate in start.candidates)
+        request = _Running(spec.request_id, spec.stopping.max_tokens, num_tokens)
         self._running[spec.request_id] = request
         self._arrived.set()
 
@@ -109,27 +125,73 @@ async def _read_commands(
 ) -> None:
     async for command in commands:
         if command.HasField("start"):
-            requests.add(command.start.spec)
+            requests.add(command.start)
         elif command.HasField("cancel"):
             requests.drop(command.cancel.request_id)
+
+
+class _PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Returns a first token and a handoff for every prompt."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+
+    @override
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        spec = request.spec
+        result = prefill_pb2.PrefillResult()
+        is_last = spec.stopping.max_tokens <= 1
+        reason = common_pb2.FINISH_REASON_LENGTH if is_last else None
+        result.outputs.add(token_ids=self._token_ids[:1], finish_reason=reason, is_last=is_last)
+        yield prefill_pb2.PrefillResponse(result=result)
+        if not is_last:
+            handoff = await asyncio.to_thread(_handoff, spec)
+            output = request_pb2.CandidateOutput(timings=common_pb2.Timings(prefill_ms=1))
+            yield prefill_pb2.PrefillResponse(
+                end=prefill_pb2.PrefillEnd(handoff=handoff, output=output)
+            )
+
+    @override
+    async def ReleaseHandoff(
+        self, request: prefill_pb2.ReleaseHandoffRequest, context: Any
+    ) -> prefill_pb2.ReleaseHandoffResponse:
+        return prefill_pb2.ReleaseHandoffResponse()
+
+
+def _handoff(spec: request_pb2.RequestSpec) -> prefill_pb2.KvHandoff:
+    """The handoff of a whole prompt."""
+    chain = BlockKeyChain(_NAMESPACE, _BLOCK_SIZE, cache_salt=spec.cache_salt)
+    return handoff_to_proto(
+        KvHandoff(
+            handoff_id=spec.request_id,
+            namespace=_NAMESPACE,
+            block_keys=chain.of_prompt(list(spec.prompt_token_ids), spec.request_id),
+            num_tokens=len(spec.prompt_token_ids),
+            connector="memory",
+            digest_scheme="none",
+            lease_ms=10_000,
+        )
+    )
 
 
 class _ScriptedWorker(Worker):
     """The description of the replica."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, worker_id: str, tier: str, vocab_size: int) -> None:
         self._info = worker_pb2.GetInfoResponse(
-            worker_id="scripted",
-            role=worker_pb2.WORKER_ROLE_DECODE,
+            worker_id=worker_id,
+            role=_TIERS[tier],
             model=demo_model_path().name,
-            namespace=bytes(32),
-            block_size=16,
-            pool_block_size=16,
+            namespace=_NAMESPACE,
+            block_size=_BLOCK_SIZE,
+            pool_block_size=_BLOCK_SIZE,
             num_blocks=1 << 20,
-            max_pool_tokens=1 << 16,
-            max_model_len=1 << 16,
+            max_pool_tokens=_MAX_MODEL_LEN,
+            max_model_len=_MAX_MODEL_LEN,
             vocab_size=vocab_size,
-            max_num_seqs=4096,
+            max_num_seqs=1 << 14,
             kv_dtype="float32",
             kv_connector="memory",
             version="scripted",
@@ -165,8 +227,17 @@ class _ScriptedWorker(Worker):
         return 0
 
     @override
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        return worker_pb2.LendPrefixResponse()
+
+    @override
     async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
-        yield worker_pb2.WatchKvEventsResponse()
+        response = worker_pb2.WatchKvEventsResponse()
+        response.events.add(sequence_number=0).cleared.SetInParent()
+        yield response
+        await asyncio.Event().wait()
 
     @override
     async def drain(self, timeout_s: float) -> int:
@@ -182,17 +253,27 @@ class _ScriptedWorker(Worker):
         return
 
 
-async def _run(step_ms: float, port_file: str) -> None:
+async def _run(tier: str, step_ms: float, num_workers: int, port_file: Path) -> None:
     tokenizer = Tokenizer.load(demo_model_path())
     token_ids = tokenizer.encode(_TEXT, add_special_tokens=False)
-
-    async def start(server: RpcServer) -> WorkerTier:
-        servicer = _DecodeServicer(step_ms / 1000, token_ids)
-        server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
-        return WorkerTier(_ScriptedWorker(tokenizer.vocab_size), server)
-
-    await serve(ServerConfig(port_file=port_file), _SERVICES, start)
+    servers, tiers = [], []
+    for number in range(num_workers):
+        server = RpcServer(ServerConfig(port=0), _SERVICES)
+        if tier == "decode":
+            decode = _DecodeServicer(step_ms / 1000, token_ids)
+            server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
+        else:
+            prefill = _PrefillServicer(token_ids)
+            server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
+        worker = _ScriptedWorker(f"{tier}-{number}", tier, tokenizer.vocab_size)
+        tiers.append(WorkerTier(worker, server))
+        await server.listen()
+        servers.append(server)
+    draft = port_file.with_suffix(".draft")
+    draft.write_text("".join(f"{server.port}\n" for server in servers))
+    draft.replace(port_file)
+    await asyncio.gather(*(server.wait_failed() for server in servers))
 
 
 if __name__ == "__main__":
-    asyncio.run(_run(float(sys.argv[1]), sys.argv[2]))
+    asyncio.run(_run(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))

@@ -209,7 +209,7 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.transfer = GroupTransfer(
-            pending_handoff=self.request.handoff,
+            pending_handoff=self.request.handoff or self.request.prefix,
             handoff_id=new_handoff_id() if self.hands_over else "",
             may_load=not (self.owes_prompt_logprobs or self.request.skips_lookup),
         )
@@ -244,6 +244,11 @@ class SequenceGroup:
     def num_prompt(self) -> int:
         """Tokens in the prompt."""
         return len(self.request.spec.prompt_token_ids)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether another engine lends the beginning of its prompt."""
+        return self.request.handoff is None and self.request.prefix is not None
 
     @property
     def owes_prompt_logprobs(self) -> bool:

@@ -15,7 +15,7 @@ All operations are O(1) per block.
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from engine.kv_cache.events import KvEventLog
+from engine.kv_cache.events import CachedRun, KvEventLog
 
 __all__ = ["Allocation", "BlockPool"]
 
@@ -46,15 +46,16 @@ class BlockPool:
         num_slots: slots in the pool, for the last layer group; 0 without recurrent layers.
 
     Attributes:
-        events: the log of blocks entering and leaving layer group 0's index.
+        events: the log of blocks entering and leaving the index.
     """
 
     def __init__(self, num_blocks: int, num_layer_groups: int = 1, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
-        self.events = KvEventLog(self.cached_keys)
+        self.events = KvEventLog(self.cached_runs)
         self._ref_counts = [0] * (num_blocks + num_slots)
         self._key_of: list[bytes | None] = [None] * (num_blocks + num_slots)
+        self._parent_of: list[bytes | None] = [None] * (num_blocks + num_slots)
         self._layer_group_of = [0] * (num_blocks + num_slots)
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_layer_groups)]
         self._free = _FreeList(range(num_blocks))
@@ -156,8 +157,16 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def register(self, block_id: int, key: bytes, layer_group: int = 0) -> bool:
+    def register(
+        self, block_id: int, key: bytes, layer_group: int = 0, parent: bytes | None = None
+    ) -> bool:
         """Adds a full, computed block that has an owner to the index.
+
+        Args:
+            block_id: the block.
+            key: its key.
+            layer_group: its layer group.
+            parent: key of the block before it in its sequence; None for the first.
 
         Returns:
             False if the block or its key is in the index already; nothing changes then.
@@ -165,6 +174,7 @@ class BlockPool:
         if self._key_of[block_id] is not None or key in self._block_of[layer_group]:
             return False
         self._key_of[block_id] = key
+        self._parent_of[block_id] = parent
         self._layer_group_of[block_id] = layer_group
         self._block_of[layer_group][key] = block_id
         return True
@@ -175,20 +185,20 @@ class BlockPool:
         Without the block of layer group 0 that ends there, no sequence can begin at a state.
         So a free slot with the same key is forgotten, too.
         """
-        removed = []
+        removed: dict[int, list[bytes]] = {}
         for block_id in block_ids:
             key = self._key_of[block_id]
             if key is not None:
                 self._key_of[block_id] = None
-                del self._block_of[self._layer_group_of[block_id]][key]
-                if self._layer_group_of[block_id] == 0:
-                    removed.append(key)
+                layer_group = self._layer_group_of[block_id]
+                del self._block_of[layer_group][key]
+                removed.setdefault(layer_group, []).append(key)
                 if self._ref_counts[block_id] == 0:  # no longer cached, so evicted first
                     self._move_to_front(block_id)
-        if removed:
-            self.events.record_removed(removed)
-            if self.num_slots:
-                self._forget_free_slots(removed)
+        for layer_group, keys in removed.items():
+            self.events.record_removed(keys, layer_group)
+        if self.num_slots and 0 in removed:
+            self._forget_free_slots(removed[0])
 
     def forget_all(self) -> int:
         """Empties the index; returns how many blocks, without slots, were in it.
@@ -206,9 +216,25 @@ class BlockPool:
         self.events.record_cleared()
         return num_cached
 
-    def cached_keys(self) -> tuple[bytes, ...]:
-        """Returns every key in layer group 0's index."""
-        return tuple(self._block_of[0])
+    def cached_keys(self, layer_group: int = 0) -> tuple[bytes, ...]:
+        """Returns every key in a layer group's index."""
+        return tuple(self._block_of[layer_group])
+
+    def cached_runs(self) -> Iterator[CachedRun]:
+        """Yields all blocks in the index, as runs of consecutive ones."""
+        for layer_group, block_of in enumerate(self._block_of):
+            run: list[bytes] = []
+            parent = None
+            for key, block_id in block_of.items():
+                before = self._parent_of[block_id]
+                if run and before != run[-1]:
+                    yield layer_group, tuple(run), parent
+                    run = []
+                if not run:
+                    parent = before
+                run.append(key)
+            if run:
+                yield layer_group, tuple(run), parent
 
     def check(self) -> None:
         """Verifies the invariants; for tests and an idle engine.

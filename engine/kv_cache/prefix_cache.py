@@ -90,11 +90,13 @@ class PrefixCache:
         """Adds the table's blocks up to block index `end` to the cache, each once."""
         if end <= table.num_registered or self._fence.is_pending(table.filled_by):
             return
-        new = [i for i in range(table.num_registered, end) if self._register_at(table, keys[i], i)]
+        indices = range(table.num_registered, end)
         table.num_registered = end
-        for run in runs_of(new):
-            parent = keys[run.start - 1] if run.start > 0 else None
-            self._pool.events.record_stored(keys[run.start : run.stop], parent)
+        for layer_group in range(len(table.blocks)):
+            new = [i for i in indices if self._register_at(table, keys, i, layer_group)]
+            for run in runs_of(new):
+                parent = _parent(keys, run.start)
+                self._pool.events.record_stored(keys[run.start : run.stop], parent, layer_group)
 
     def adopt(
         self, keys: Sequence[bytes], parents: Sequence[bytes | None], block_ids: Sequence[int]
@@ -109,7 +111,7 @@ class PrefixCache:
         run: list[bytes] = []
         parent_of_run: bytes | None = None
         for key, parent, block_id in zip(keys, parents, block_ids, strict=True):
-            if not self._pool.register(block_id, key):
+            if not self._pool.register(block_id, key, parent=parent):
                 continue
             if not run or parent != run[-1]:
                 self._pool.events.record_stored(run, parent_of_run)
@@ -141,23 +143,27 @@ class PrefixCache:
                 pending.pop()
         return length
 
-    def _register_at(self, table: BlockTable, key: bytes, index: int) -> bool:
-        """Registers the table's blocks at `index`; returns whether layer group 0's is new.
+    def _register_at(
+        self, table: BlockTable, keys: Sequence[bytes], index: int, layer_group: int
+    ) -> bool:
+        """Registers the table's block of a layer group at `index`; returns whether its key is new.
 
         The current slot is registered only if the state there is to be kept. It will move on
         otherwise.
         """
-        is_new = False
-        for layer_group, blocks in enumerate(table.blocks):
-            if blocks[index] == NO_BLOCK or (
-                layer_group == self._spec.state_group
-                and index == len(blocks) - 1
-                and not self._spec.keeps_state(index, table.num_known)
-            ):
-                continue
-            if self._pool.register(blocks[index], key, layer_group):
-                is_new |= layer_group == 0
-        return is_new
+        blocks = table.blocks[layer_group]
+        if blocks[index] == NO_BLOCK or (
+            layer_group == self._spec.state_group
+            and index == len(blocks) - 1
+            and not self._spec.keeps_state(index, table.num_known)
+        ):
+            return False
+        return self._pool.register(blocks[index], keys[index], layer_group, _parent(keys, index))
+
+
+def _parent(keys: Sequence[bytes], index: int) -> bytes | None:
+    """The key before that at `index`; None at the start."""
+    return keys[index - 1] if index else None
 
 
 def runs_of(indices: Sequence[int]) -> list[range]:

@@ -135,6 +135,10 @@ class TransferBlocks:
         """Returns the object keys of a transfer block, and of the states at its end."""
         return [*self.token_keys([key]), *self.state_keys(key)]
 
+    def plain_keys(self, items: Iterable[TransferItem]) -> list[bytes]:
+        """Returns the keys of the transfer blocks of layer group 0 among items."""
+        return [i.key for i in items if i.layer_group == 0 and i.block_id < self.num_blocks]
+
     # Look-ups.
 
     def loadable_ends(self, num_prompt: int, num_tokens: int) -> Sequence[int]:

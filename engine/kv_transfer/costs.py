@@ -25,6 +25,8 @@ _MIN_PATIENCE_S = 0.25
 _PROBE_INTERVAL_S = 5.0
 # Loads are not judged before this many have ended: the first ones connect and warm up caches.
 _MIN_LOADS = 4
+# Loads say nothing of a store's speed any more when they ended this long ago.
+_MAX_SILENCE_S = 60.0
 # Each load that ends multiplies the weight of those before it by this.
 _KEPT_WEIGHT = 0.8
 
@@ -69,6 +71,7 @@ class LoadCosts:
         self._num_running_tokens = 0
         self._last_start = -math.inf
         self._last_end = -math.inf
+        self._learned_at = -math.inf
 
     @classmethod
     def of(cls, config: EngineConfig, costs: StepCosts) -> "LoadCosts":
@@ -91,6 +94,14 @@ class LoadCosts:
         """Predicts the seconds of a load that starts now, behind the running loads."""
         ahead = self._line.sum_at(self._num_running, self._num_running_tokens)
         return ahead + self._line.sum_at(1, num_tokens)
+
+    def tokens_per_s(self, now: float) -> float:
+        """Returns how many tokens' KV loads have brought per second of their own; 0 unless some
+        ended in the last minute. Routers would never try again a store that was slow once, if its
+        speed then counted forever.
+        """
+        has_news = now - self._learned_at <= _MAX_SILENCE_S
+        return self._line.x / self._line.y if has_news and self._line.y > 0 else 0.0
 
     # Loads that run.
 
@@ -118,13 +129,13 @@ class LoadCosts:
         if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
             self._line = _Line()
         self._last_end = max(self._last_end, ended_at)
-        self._learn(load, load_s)
+        self._learn(load, load_s, now)
 
     def give_up(self, load: LoadEstimate, now: float) -> None:
         """Updates the estimates with a load that still runs but is not waited for any more."""
         self._leave_out(load)
         # All of its time counts, as no other load is known to have delayed it.
-        self._learn(load, now - load.started_at)
+        self._learn(load, now - load.started_at, now)
 
     def drop(self, load: LoadEstimate) -> None:
         """Forgets a load whose end says nothing about costs, such as a failure.
@@ -140,7 +151,8 @@ class LoadCosts:
         self._num_running -= 1
         self._num_running_tokens -= load.num_tokens
 
-    def _learn(self, load: LoadEstimate, load_s: float) -> None:
+    def _learn(self, load: LoadEstimate, load_s: float, now: float) -> None:
+        self._learned_at = now
         self._line.add(load.num_tokens, load_s)
         self._num_seen += 1
 

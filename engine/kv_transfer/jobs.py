@@ -9,15 +9,16 @@ job stays in the table, as bytes may still move.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from engine.groups.group import SequenceGroup
 from engine.kv_transfer.blocks import PromptBlock
 from engine.kv_transfer.costs import LoadEstimate
+from kvstore.handoff import KvHandoff
 
-__all__ = ["BaseLoad", "Job", "JobTable", "Load", "Lookup", "Prefetch", "Save"]
+__all__ = ["BaseLoad", "Job", "JobTable", "Lend", "Load", "Lookup", "Prefetch", "Save"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,13 +112,42 @@ class Save(Job):
         step: number of the step that computes the blocks; 0 if they are computed. The timeout
             starts when that step is over.
         is_tail: whether it saves the prompt's partial tail.
+        keys: keys of the full transfer blocks in it.
     """
 
     kind = "save"
     group: SequenceGroup
     lease_id: str
+    keys: Sequence[bytes] = ()
     step: int = 0
     is_tail: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lend(Job):
+    """A save of blocks of the prefix cache, which another engine has asked for.
+
+    Attributes:
+        lease_id: id of the handoff.
+        handoff: the terms.
+        answer: receives the handoff once it is valid, or None; None after it was called.
+        is_stopped: whether this engine has ended the lease early.
+    """
+
+    kind = "save"
+    lease_id: str
+    handoff: KvHandoff
+    answer: Callable[[KvHandoff | None], None] | None
+    is_stopped: bool = False
+
+    def take_answer(self) -> Callable[[KvHandoff | None], None]:
+        """Returns what receives the answer; nothing does any more after the first call."""
+        answer, self.answer = self.answer, None
+        return answer or _ignore
+
+
+def _ignore(handoff: KvHandoff | None) -> None:
+    """Takes an answer after the first one."""
 
 
 class JobTable:
@@ -134,7 +164,7 @@ class JobTable:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.open: dict[int, Job] = {}
-        self.lent: dict[int, Save] = {}
+        self.lent: dict[int, Save | Lend] = {}
         self._unstarted: list[Job] = []
         self._ahead: list[Save] = []  # started, of steps that are not over
         self._ended_step = 0
@@ -146,9 +176,12 @@ class JobTable:
         self._unstarted.append(job)
 
     def saves(self) -> Iterator[Save]:
-        """Returns all saves, open and lent."""
-        yield from (job for job in self.open.values() if isinstance(job, Save))
-        yield from self.lent.values()
+        """Returns all saves of requests, open and lent."""
+        yield from (job for job in self._all() if isinstance(job, Save))
+
+    def lends(self) -> Iterator[Lend]:
+        """Returns all saves of the prefix cache's blocks, open and lent."""
+        yield from (job for job in self._all() if isinstance(job, Lend))
 
     @property
     def has_open_saves(self) -> bool:
@@ -160,8 +193,11 @@ class JobTable:
 
     def held_blocks(self) -> list[int]:
         """Returns one entry per block reference that a job holds."""
-        jobs: list[Job] = [*self.open.values(), *self.lent.values()]
-        return [block for job in jobs for block in job.block_ids]
+        return [block for job in self._all() for block in job.block_ids]
+
+    def _all(self) -> Iterator[Job]:
+        yield from self.open.values()
+        yield from self.lent.values()
 
     # Time.
 

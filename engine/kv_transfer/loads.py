@@ -64,6 +64,7 @@ class Loads:
     ) -> None:
         self._connector = connector
         self._pool = kv.pool
+        self._events = kv.events
         self._spec = kv.spec
         self._caches_prefixes = kv.caches_prefixes
         self._cut = cut
@@ -160,7 +161,9 @@ class Loads:
         transfer = group.transfer
         num_tokens = self.num_loaded_tokens(group, num_loadable)
         handoff, transfer.pending_handoff = transfer.pending_handoff, None
-        transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
+        if handoff is None or not group.hands_over:
+            # Else another engine lends the blocks, which this one must lend in turn.
+            transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
         if not num_missing:
             self._drop_handoff(group)
             return False
@@ -195,7 +198,17 @@ class Loads:
         if result.num_blocks == len(job.indices):
             return FinishedLoad(group, job.num_tokens, "")
         num_good = job.indices[result.num_blocks] * self._cut.size
+        if not result.error:
+            self._note_missing(group, job.indices[result.num_blocks])
         return self._failed(group, num_good, result.error or "missing")
+
+    def finish_lookup(self, job: Lookup) -> None:
+        """Processes the answer to a look-up."""
+        num_found = self._connector.num_found(job.job_id)
+        if num_found is not None and num_found < job.num_keys:
+            lead = job.group.lead
+            ends = self._cut.loadable_ends(job.group.num_prompt, len(lead.token_ids))
+            self._note_missing(job.group, self._cut.last_found(ends, num_found))
 
     def give_up(self, job: Lookup | Load, error: str) -> FinishedLoad | None:
         """Ends the wait for a look-up or a load. A load's blocks stay held until its result is in.
@@ -274,6 +287,11 @@ class Loads:
         self._pool.acquire(job.block_ids)
         self._jobs.add(job)
         return job
+
+    def _note_missing(self, group: SequenceGroup, index: int) -> None:
+        """Records that the stores lack a transfer block of a sequence."""
+        if self._connector.finds_by_key:
+            self._events.record_missing(group.lead.keys.extend(group.lead.token_ids)[index])
 
     def _limit_wait(self, job: BaseLoad) -> None:
         """Starts the time that a request waits for a load at most."""

@@ -26,8 +26,7 @@ from kvstore.jobs import SaveResult
 
 __all__ = ["Saves"]
 
-# The error of a save whose lease is over.
-_CANCELLED = "cancelled"
+_CANCELLED = "cancelled"  # the error of a save whose lease is over
 
 
 class Saves:
@@ -194,9 +193,8 @@ class Saves:
         return handoff
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Ends a handoff's lease and deletes its tail. Unknown ids are fine.
-
-        Full blocks in a store stay there for other requests.
+        """Ends a handoff's lease and deletes its tail; full blocks stay in a store for others.
+        Unknown ids are fine.
         """
         self._connector.end_lease(handoff_id)
         self._tails.release(handoff_id)
@@ -223,8 +221,8 @@ class Saves:
         """
         lease_id = group.transfer.handoff_id
         saves = list(self._jobs.saves())
-        are_lent = len(saves) == len(self._jobs.lent) > 0
-        if are_lent and all(save.lease_id == lease_id for save in saves):
+        are_lent = all(save.job_id in self._jobs.lent for save in saves)
+        if saves and are_lent and all(save.lease_id == lease_id for save in saves):
             self._connector.end_lease(lease_id)
             group.transfer.save_failed = True
 
@@ -238,9 +236,8 @@ class Saves:
                 self._tails.drop_useless(group)
 
     def discard(self, group: SequenceGroup) -> None:
-        """Deletes all that the group has saved, as its KV is not finite.
-
-        The deletion follows the end of all open saves, so that none can come after it.
+        """Deletes all that the group has saved, as its KV is not finite, after the end of all open
+        saves.
         """
         group.transfer.is_poisoned = True
         self._clean_up(group)
@@ -253,6 +250,8 @@ class Saves:
             self._jobs.lent[job.job_id] = job
         else:
             self._pool.release(job.block_ids)
+        if result.committed and self._connector.finds_by_key:
+            self._kv.events.record_saved(job.keys, self._connector.ttl_s)
         if job.group.hands_over:
             start = job.started_at + result.waited
             end = start + result.seconds if result.seconds else now
@@ -371,6 +370,7 @@ class Saves:
             lease_id=lease_id,
             step=step,
             is_tail=is_tail,
+            keys=() if is_tail else self._cut.plain_keys(items),
         )
         self._pool.acquire(job.block_ids)
         self._jobs.add(job)

@@ -13,7 +13,8 @@ from engine.groups.group import SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks
 from engine.kv_transfer.costs import LoadCosts
-from engine.kv_transfer.jobs import BaseLoad, Job, JobTable, Load, Lookup, Prefetch, Save
+from engine.kv_transfer.jobs import BaseLoad, Job, JobTable, Lend, Load, Lookup, Prefetch, Save
+from engine.kv_transfer.lends import Lends
 from engine.kv_transfer.loads import FinishedLoad, Loads
 from engine.kv_transfer.prefetches import Prefetches
 from engine.kv_transfer.save_policy import SavePolicy
@@ -52,6 +53,7 @@ class Transfers:
         loads: look-ups and loads of requests.
         prefetches: loads into the prefix cache.
         saves: saves and handoffs of requests.
+        lends: prefixes of the prefix cache that other engines load.
     """
 
     def __init__(
@@ -86,6 +88,12 @@ class Transfers:
             policy=policy,
             metrics=metrics,
         )
+        self.lends = Lends(connector, kv, cut, jobs, namespace)
+
+    @property
+    def load_tokens_per_s(self) -> float:
+        """Tokens whose KV loads have brought per second; 0 unless some ended lately."""
+        return self._costs.tokens_per_s(self._clock())
 
     def build_work(self, now: float) -> ConnectorWork:
         """Returns what the worker half must start now."""
@@ -106,10 +114,13 @@ class Transfers:
         self._count(results, now)
         results = self._connector.update(results)
         for lookup in results.lookups:
-            self.jobs.open.pop(lookup.job_id, None)
+            job = self.jobs.open.pop(lookup.job_id, None)
+            if isinstance(job, Lookup):  # else it was cancelled
+                self.loads.finish_lookup(job)
         ended = [self._finish_load(result, now) for result in results.loads]
         ended += [self._doubt_load(job_id) for job_id in results.doubted]
-        saved = dict.fromkeys([self._finish_save(result, now) for result in results.saves])
+        finished = [self._finish_save(result, now) for result in results.saves]
+        saved = dict.fromkeys(group for group in finished if group is not None)
         for job_id in results.released:
             self.saves.release(job_id)
         return [load for load in ended if load is not None], list(saved)
@@ -127,6 +138,8 @@ class Transfers:
             if isinstance(job, Save):
                 self.saves.give_up(job)
                 saved[job.group] = None
+            elif isinstance(job, Lend):
+                self.lends.give_up(job)
             else:
                 ended.append(self._give_up(job, _TIMED_OUT))
             self._report_overdue(job)
@@ -178,8 +191,12 @@ class Transfers:
         job = self.jobs.open.get(job_id)
         return self._give_up(job, _UNAVAILABLE) if job is not None else None
 
-    def _finish_save(self, result: SaveResult, now: float) -> SequenceGroup:
+    def _finish_save(self, result: SaveResult, now: float) -> SequenceGroup | None:
+        """Ends a save; returns its request, if it has one."""
         job = self.jobs.open.pop(result.job_id)
+        if isinstance(job, Lend):
+            self.lends.finish(job, result)
+            return None
         assert isinstance(job, Save)
         self.saves.finish(job, result, now)
         return job.group
@@ -212,7 +229,7 @@ class Transfers:
             job.estimate = None
 
     def _report_overdue(self, job: Job) -> None:
-        name = "a request that has not come yet"
+        name = "another replica" if isinstance(job, Lend) else "a request that has not come yet"
         if isinstance(job, Lookup | Load | Save):
             name = job.group.request_id
         _logger.error(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from baton.common.errors import (
     AlreadyExistsError,
@@ -25,6 +25,7 @@ from engine.kv_cache.events import KvEvent, KvEventFeeds
 from engine.loop.build import build_engine
 from engine.loop.core import EngineCore
 from engine.loop.engine_thread import EngineThread
+from engine.loop.questions import EngineQuestions
 from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, Role
 from engine.schedule.scheduler import Scheduler
 from kvstore.guard.status import BackendStatus
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine"]
 
-_T = TypeVar("_T")
 OutputHandler = Callable[[EngineOutput], None]
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -59,6 +59,7 @@ class AsyncEngine:
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
         metrics: counts of requests and steps.
+        lends_prefixes: whether `lend_prefix` can lend.
         role: which requests it takes.
     """
 
@@ -70,6 +71,7 @@ class AsyncEngine:
         self.namespace = core.namespace
         self.form = core.form
         self.num_blocks = core.num_blocks
+        self.lends_prefixes = core.lends_prefixes
         self.kv_metrics = core.kv_metrics
         self.metrics = core.metrics
         self._core = core
@@ -78,16 +80,16 @@ class AsyncEngine:
         # Number of unacknowledged aborts by request id. Until then outputs of that id are dropped,
         # as a new request with the same id must not get the tokens of the old one.
         self._aborting: dict[str, int] = {}
-        self._resets: set[asyncio.Future[int]] = set()
         self._draining = False
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread = EngineThread(core, self._loop, self)
+        self._questions = EngineQuestions(self._thread, self._loop)
         self._feeds = KvEventFeeds(
-            # A snapshot has at most one key per block.
-            2 * core.num_blocks + _MIN_WAITING_EVENTS,
+            # A snapshot has at most one event with one key per block and slot.
+            2 * (core.num_blocks + core.scheduler.kv.pool.num_slots) + _MIN_WAITING_EVENTS,
             self._record_kv_events,
         )
         self._thread.start()
@@ -109,7 +111,20 @@ class AsyncEngine:
         """
         return cls(await asyncio.to_thread(build_engine, config, security))
 
-    def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
+    def check(self, request: EngineRequest) -> None:
+        """Refuses a request that could never finish. Any thread may call it: a long prompt takes
+        milliseconds.
+
+        Raises:
+            InvalidArgumentError: the model cannot take a token id or the length.
+            FailedPreconditionError: the handoff is not for this engine.
+            ResourceExhaustedError: the request needs more blocks than the pool has.
+        """
+        self._core.check(request)
+
+    def submit(
+        self, request: EngineRequest, on_output: OutputHandler, *, is_checked: bool = False
+    ) -> None:
         """Queues a request.
 
         Args:
@@ -117,13 +132,12 @@ class AsyncEngine:
             on_output: called on the event loop, at most once per candidate and step. All outputs
                 of one step are delivered within one loop callback. The last output has
                 `is_last`; it always comes, unless `abort` is called first.
+            is_checked: whether `check` has accepted the request.
 
         Raises:
             AlreadyExistsError: a request with this id is live.
-            InvalidArgumentError: the model cannot take a token id or the length.
-            FailedPreconditionError: the handoff is not for this engine.
-            ResourceExhaustedError: the queue is full, or the request needs more blocks than the
-                pool has.
+            ResourceExhaustedError: the queue is full.
+            BatonError: `check` refuses the request.
             UnavailableError: the engine drains, has stopped, or has another role.
         """
         kind = Role.PREFILL if request.hands_over else Role.DECODE
@@ -138,7 +152,8 @@ class AsyncEngine:
                 _RETRY_AFTER_S,
                 reason=Reason.REPLICAS_FULL,
             )
-        self._core.check(request)
+        if not is_checked:
+            self.check(request)
         self._handlers[request_id] = on_output
         self._idle.clear()
         self._thread.call(Scheduler.try_add, request)
@@ -212,13 +227,16 @@ class AsyncEngine:
         """
         if self._has_stopped:
             raise _stopped()
-        answer: asyncio.Future[int] = self._loop.create_future()
-        self._resets.add(answer)
-        self._thread.ask(partial(_set_result, answer), Scheduler.reset_prefix_cache)
-        try:
-            return await answer
-        finally:
-            self._resets.discard(answer)
+        return await self._questions.reset_prefix_cache()
+
+    async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
+        """Lends the longest cached prefix of a prompt to another engine.
+
+        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease.
+        """
+        if self._has_stopped:
+            raise _stopped()
+        return await self._questions.lend_prefix(keys)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
         """Returns a feed of the prefix cache's changes; see `KvEventFeeds.follow`."""
@@ -231,6 +249,7 @@ class AsyncEngine:
             draining=self._draining,
             stalled=self._is_stalled,
             role=self.role,
+            age_s=self._thread.load_age_s(),
         )
 
     @property
@@ -258,9 +277,8 @@ class AsyncEngine:
         """Waits until no KV is being saved or lent, or the engine has stopped."""
         if self._has_stopped:
             return
-        answer: asyncio.Future[None] = self._loop.create_future()
-        self._thread.ask_when(partial(_set_result, answer), _has_no_saves)
-        await asyncio.wait((answer, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(UnavailableError):
+            await self._questions.wait_until(_has_no_saves)
 
     async def wait_failed(self) -> BaseException:
         """Waits until the engine dies of a bug; returns the cause. The process should end then.
@@ -349,7 +367,8 @@ class AsyncEngine:
 
     def _record_kv_events(self, on: bool) -> None:
         if on:
-            self._thread.ask(self.on_kv_events, lambda engine: engine.kv.events.start_recording())
+            answer = self._feeds.deliver_snapshot
+            self._thread.ask(answer, lambda engine: engine.kv.events.start_recording())
         else:
             self._thread.call(lambda engine: engine.kv.events.stop_recording())
 
@@ -378,15 +397,7 @@ class AsyncEngine:
                 for name in self._handlers
             ]
         )
-        for answer in self._resets:
-            if not answer.done():
-                answer.set_exception(error)
-
-
-def _set_result(answer: "asyncio.Future[_T]", result: _T) -> None:
-    """Sets the result of a future, unless it was cancelled."""
-    if not answer.done():
-        answer.set_result(result)
+        self._questions.end(error)
 
 
 def _has_no_saves(scheduler: Scheduler) -> bool:

@@ -56,6 +56,7 @@ class EngineCore:
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
+        lends_prefixes: whether its connector lends blocks of its prefix cache.
         kv_metrics: counts of transfers.
         metrics: counts of requests and steps.
         step_watch: notices a step that hangs.
@@ -92,6 +93,11 @@ class EngineCore:
         self._end_error: Exception | None = None
         self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
+        self.lends_prefixes = (
+            config.enable_prefix_caching
+            and connector is not None
+            and not connector_scheduler.finds_by_key
+        )
         parts = SchedulerParts.build(
             config,
             runner.info,

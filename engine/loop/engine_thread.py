@@ -68,6 +68,9 @@ class EngineThread:
         self._waits: list[tuple[Callable[[Scheduler], bool], Callable[[None], None]]] = []
         self._is_stopping = False
         self._next_load_at = 0.0
+        # All calls that came before are made, as of `load`.
+        self._called_at = time.monotonic()
+        self._is_asleep = False
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
     def start(self) -> None:
@@ -93,7 +96,7 @@ class EngineThread:
         **kwargs: _P.kwargs,
     ) -> None:
         """Like `call`, but the result is passed to `answer`, on the event loop."""
-        self._put(lambda: self._post(answer, method(self._core.scheduler, *args, **kwargs)))
+        self._put(lambda: self.post(answer, method(self._core.scheduler, *args, **kwargs)))
 
     def ask_when(
         self, answer: Callable[[None], None], condition: Callable[[Scheduler], bool]
@@ -105,6 +108,13 @@ class EngineThread:
         """Ends the thread after the current step. Does not wait. Idempotent."""
         self._is_stopping = True
         self._core.wake()
+
+    def load_age_s(self) -> float:
+        """Returns for how long `load` has been out of date: calls of that time may be missing in
+        it. Any thread may call it.
+        """
+        is_current = self._is_asleep and not self._calls
+        return 0.0 if is_current else max(time.monotonic() - self._called_at, 0.0)
 
     def stack(self) -> str:
         """Returns where the thread is now, as a traceback; empty if it does not run."""
@@ -121,11 +131,11 @@ class EngineThread:
         try:
             while not self._is_stopping:
                 self._step()
-                self._core.wait()
+                self._sleep()
             self._core.finish_saves(_SAVES_S)
         except BaseException as error:
             _logger.exception("the engine loop died")
-            self._post(self._listener.on_failed, error)
+            self.post(self._listener.on_failed, error)
         finally:
             self._core.close()
 
@@ -133,25 +143,32 @@ class EngineThread:
         self._calls.append(call)
         self._core.wake()
 
+    def _sleep(self) -> None:
+        self._is_asleep = self._core.is_stalled
+        self._core.wait()
+        self._is_asleep = False
+
     def _step(self) -> None:
         while self._calls:
             self._calls.popleft()()
+        called_at = time.monotonic()
         self._core.run_step(self._deliver)
         scheduler = self._core.scheduler
         if events := scheduler.kv.events.take_events():
-            self._post(self._listener.on_kv_events, events)
+            self.post(self._listener.on_kv_events, events)
         for wait in [wait for wait in self._waits if wait[0](scheduler)]:
             self._waits.remove(wait)
-            self._post(wait[1], None)
+            self.post(wait[1], None)
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
-            self.load = scheduler.load()
+            self.load, self._called_at = scheduler.load(), called_at
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:
-            self._post(self._listener.on_outputs, outputs)
+            self.post(self._listener.on_outputs, outputs)
 
-    def _post(self, handler: Callable[[Any], None], argument: object) -> None:
+    def post(self, handler: Callable[[Any], None], argument: object) -> None:
+        """Calls a handler on the event loop. The engine's thread calls this."""
         try:
             self._loop.call_soon_threadsafe(handler, argument)
         except RuntimeError:

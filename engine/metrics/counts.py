@@ -38,7 +38,9 @@ _COUNTED: dict[str, MetricInfo] = {
         "counter", "Tokens of the prompts of admitted requests."
     ),
     "baton_engine_cached_prompt_tokens": MetricInfo(
-        "counter", "Of them, those whose KV was not computed.", {"source": ("local", "loaded")}
+        "counter",
+        "Of them, those whose KV was not computed.",
+        {"source": ("local", "loaded", "pulled")},
     ),
     "baton_engine_generated_tokens": MetricInfo("counter", "Tokens in the requests' outputs."),
     "baton_engine_load_seconds": MetricInfo(
@@ -220,17 +222,21 @@ class EngineMetrics:
 
     # Requests.
 
-    def admitted(self, num_prompt: int, num_local: int, num_loaded: int) -> None:
+    def admitted(
+        self, num_prompt: int, num_local: int, num_loaded: int, *, is_pulled: bool = False
+    ) -> None:
         """Counts a request that is admitted for the first time.
 
         Args:
             num_prompt: tokens in its prompt.
             num_local: those found in the prefix cache.
             num_loaded: those loaded through the connector.
+            is_pulled: whether they come from another replica's prefix cache.
         """
         self._metrics.add("baton_engine_prompt_tokens", num_prompt)
         self._metrics.add("baton_engine_cached_prompt_tokens", num_local, "local")
-        self._metrics.add("baton_engine_cached_prompt_tokens", num_loaded, "loaded")
+        source = "pulled" if is_pulled else "loaded"
+        self._metrics.add("baton_engine_cached_prompt_tokens", num_loaded, source)
 
     def first_token(
         self, arrived_at: float, loaded_at: float | None, scheduled_at: float, now: float

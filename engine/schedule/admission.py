@@ -273,6 +273,7 @@ class Admission:
         allocation = self._kv.can_admit(num_tokens, match, num_loaded=num_loaded, alone=is_alone)
         assert allocation is not Allocation.NEVER, "requests that never fit are refused before"
         if allocation is Allocation.LATER:
+            self._transfers.lends.stop()
             return False
         self._queues.stop_waiting(group)
         lead.table = self._kv.admit(num_tokens, match, num_loaded=num_loaded)

@@ -117,7 +117,7 @@ class OutputProcessor:
         lead.num_computed = lead.num_scheduled = load.num_tokens
         group.times.loaded_at = self._clock()
         self._branches.register(lead)
-        if load.error and self._load_failure_policy == "fail":
+        if load.error and self._load_failure_policy == "fail" and not group.is_pulled:
             error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
             return [self._ends.end(group, FinishReason.ERROR, error)]
         self._queues.end_load(group, failure=load.error)

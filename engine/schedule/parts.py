@@ -58,6 +58,7 @@ class SchedulerParts:
         metrics: counts requests and steps.
         clock: monotonic seconds.
         times: measures steps, and bounds the prompts in them.
+        kv_bytes_per_token: bytes of a token's K and V in the pool.
     """
 
     config: EngineConfig
@@ -77,6 +78,7 @@ class SchedulerParts:
     metrics: EngineMetrics
     clock: Callable[[], float]
     times: StepTimes
+    kv_bytes_per_token: int
 
     @classmethod
     def build(
@@ -186,15 +188,17 @@ class SchedulerParts:
             metrics=metrics,
             clock=clock,
             times=StepTimes(config, costs, clock, turns or NoTurns()),
+            kv_bytes_per_token=info.kv_bytes_per_token,
         )
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine is."""
         states = StateCounts() if self.kv.states is None else self.kv.states.counts
+        num_queued_tokens, token_s = self.queues.num_queued_tokens, self.times.prompt_token_s
         return EngineLoad(
             num_running=self.queues.num_running,
             num_waiting=self.queues.num_waiting + self.guides.num_compiling,
-            num_queued_tokens=self.queues.num_queued_tokens,
+            num_queued_tokens=num_queued_tokens,
             num_free_blocks=self.kv.pool.num_free,
             num_blocks=self.kv.pool.num_blocks,
             prefix_cache_queries=self.kv.num_queries,
@@ -213,6 +217,11 @@ class SchedulerParts:
             num_skipped_states=states.num_skipped,
             num_state_hits=states.num_hits,
             num_state_lost_tokens=states.num_lost_tokens,
+            prompt_token_s=token_s,
+            decode_step_s=self.times.full_step_s,
+            queued_prompt_s=num_queued_tokens * token_s,
+            load_bytes_per_s=self.transfers.load_tokens_per_s * self.kv_bytes_per_token,
+            newest_kv_event=self.kv.events.newest,
         )
 
 

@@ -59,9 +59,9 @@ class Preemption:
             plan.admits_none = True
             if self._kv.will_append(table, start, end):
                 return False  # steps in flight free them
-            num_stopped = self._transfers.prefetches.stop()
+            num_stopped = self._transfers.prefetches.stop() + self._transfers.lends.stop()
             if self._kv.will_append(table, start, end, num_freed=num_stopped):
-                return False  # the stopped prefetches free them
+                return False  # stopped prefetches and leases free them
             if len(self._queues.running) == 1:
                 self._transfers.saves.yield_lent(group)
                 return False  # transfers free them

@@ -140,7 +140,8 @@ class GroupQueues:
         if group.num_cached is None:
             group.num_cached = min(group.lead.num_computed, group.num_prompt)
             num_local = min(group.num_matched * self._kv.spec.block_size, group.num_cached)
-            self._metrics.admitted(group.num_prompt, num_local, group.num_cached - num_local)
+            num_loaded, is_pulled = group.num_cached - num_local, group.is_pulled
+            self._metrics.admitted(group.num_prompt, num_local, num_loaded, is_pulled=is_pulled)
         insort(self._running, group, key=order_of)
         self.chunking[group] = None
 

@@ -22,7 +22,7 @@ from baton.common.errors import BatonError, DeadlineExceededError, InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.groups.group import NO_ROW, GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_transfer.loads import FinishedLoad
-from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason
+from engine.request import EngineLoad, EngineOutput, EngineRequest, FinishReason, PrefixRequest
 from engine.schedule.deadlines import Deadlines
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.step_plan import StepPlan, StepRecord
@@ -41,7 +41,7 @@ class Scheduler:
 
     Call order per step: `apply`, `take_compiled`, `expire`, `schedule`, (the runner), `commit`
     or `fail`, `build_work`. Between steps: `add`, `abort`, `finish_candidate`,
-    `release_handoff`, `prefetch`.
+    `release_handoff`, `prefetch`, `lend_prefix`.
 
     Args:
         parts: what it is made of.
@@ -200,6 +200,10 @@ class Scheduler:
         They enter the prefix cache, as far as there is room. The handoff must be for this engine.
         """
         self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
+
+    def lend_prefix(self, request: PrefixRequest) -> None:
+        """Lends the longest cached prefix of a prompt to another engine."""
+        self._transfers.lends.start(request, self._queues.num_awaited_blocks)
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache, and forgets the answers that draft tokens come from; returns

@@ -1,5 +1,7 @@
 """`StepTimes`: measures steps, and bounds how many prompt tokens the next one computes. Pure.
 
+Routers learn from the same measurements how fast an engine is (`prompt_token_s`, `full_step_s`).
+
 Whoever decodes waits for the whole step, so a step's prompts lengthen the gap between the tokens
 of all streams. A number of tokens says little about that time: 2,048 take a GPU some milliseconds,
 and two cores of a CPU seconds. A step of n tokens takes about `fixed_s + n * token_s`; both are
@@ -59,6 +61,18 @@ class StepTimes:
         self._token_s = max(costs.prompt_token_s, _MIN_S)
         self._fixed_s = 0.0
         self._ended_at = 0.0
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Seconds in which a step computes one more token of a prompt; more than 0."""
+        return self._token_s
+
+    @property
+    def full_step_s(self) -> float:
+        """Seconds in which each sequence decodes once while all seats are taken; more than 0. It
+        depends on how fast the engine is, and hardly on how many sequences run now.
+        """
+        return self._num_lanes * self._step_s(self._tokens_per_step(self._max_running))
 
     def now(self) -> float:
         """Returns the clock's seconds without those in which the engine waited for its turn."""

@@ -1,4 +1,5 @@
-"""Compiles the kernels: `python -m kernels.library.build`; installing Baton does the same.
+"""Compiles the kernels, and the library of block keys that processes without kernels load:
+`python -m kernels.library.build`; installing Baton does the same.
 
 Every variant is one library of all sources, so that code of one instruction set
 cannot reach another's through an inlined template. The files of all variants compile in parallel,
@@ -29,8 +30,8 @@ from .variants import (
     Variant,
     fingerprint_sources,
     library_path,
+    library_sets,
     read_record,
-    variants_for,
     write_record,
 )
 
@@ -312,11 +313,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     argparse.ArgumentParser(
         prog="python -m kernels.library.build",
-        description="Compile the native kernels for this machine's architecture, as far as their "
-        "sources, flags or compiler changed. CXX names another compiler.",
+        description="Compile the native kernels and block keys for this machine's architecture, as "
+        "far as their sources, flags or compiler changed. CXX names another compiler.",
     ).parse_args(arguments)
     compiler = find_compiler()
-    outcomes = build(compiler=compiler, variants=variants_for(), report=_print_outcome)
+    outcomes = [
+        outcome
+        for libraries in library_sets()
+        for outcome in build(
+            libraries.source_folder,
+            libraries.library_folder,
+            compiler=compiler,
+            variants=libraries.variants,
+            report=_print_outcome,
+        )
+    ]
     if compiler is None:
         sys.stderr.write("install one, such as g++ or clang++, and run this again\n")
         return _EXIT_NO_COMPILER

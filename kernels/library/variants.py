@@ -12,9 +12,11 @@ __all__ = [
     "SOURCE_FOLDER",
     "VARIANTS",
     "BuildRecord",
+    "LibrarySet",
     "Variant",
     "fingerprint_sources",
     "library_path",
+    "library_sets",
     "read_record",
     "record_path",
     "variants_for",
@@ -78,6 +80,47 @@ def variants_for(machine: str | None = None) -> tuple[Variant, ...]:
     """
     name = (machine or platform.machine()).lower()
     return _BY_MACHINE.get(_OTHER_SPELLINGS.get(name, name), (_GENERIC,))
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySet:
+    """Libraries that are built from the same sources.
+
+    Attributes:
+        name: what they are, for people.
+        without: what happens without any of them, for people.
+        source_folder: holds the `.cpp` and `.h` files.
+        library_folder: receives a library and a `BuildRecord` per variant.
+        variants: those of this machine's architecture.
+    """
+
+    name: str
+    without: str
+    source_folder: Path
+    library_folder: Path
+    variants: tuple[Variant, ...]
+
+
+def library_sets(root: Path = SOURCE_FOLDER.parents[2]) -> tuple[LibrarySet, ...]:
+    """Returns the sets of libraries whose sources lie under a folder, the CPU kernels first.
+
+    Args:
+        root: holds the packages.
+    """
+    kernels, keys = root / "kernels" / "native", root / "kvstore" / "native"
+    slow = "inference on the CPU will run on torch, which is slower"
+    sets = (
+        LibrarySet("CPU kernels", slow, kernels / "src", kernels / "lib", variants_for()),
+        # `kvstore.native_keys` loads it, in processes without kernels too.
+        LibrarySet(
+            "block keys",
+            "Python computes them, while its other threads wait",
+            keys / "src",
+            keys / "lib",
+            (Variant("block_keys"),),
+        ),
+    )
+    return tuple(libraries for libraries in sets if libraries.source_folder.is_dir())
 
 
 def library_path(variant: str, folder: Path = LIBRARY_FOLDER) -> Path:

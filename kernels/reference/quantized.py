@@ -5,13 +5,22 @@ float32, with the same operations in the same order, so that results have the sa
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from kernels.block_rows import BlockRows
 from kernels.formats import WeightFormat
 
-__all__ = ["dequantize", "pack_rows", "quantize_rows", "take_columns", "unpack_nibbles"]
+__all__ = [
+    "BlockParts",
+    "dequantize",
+    "pack_rows",
+    "quantize_rows",
+    "take_apart",
+    "take_columns",
+    "unpack_nibbles",
+]
 
 _PIECE_ELEMENTS = 2**18  # their float32 forms stay in a CPU's cache
 _RUN = 16  # bytes of 4-bit codes, of which the low halves come first: those of 32 columns
@@ -19,8 +28,51 @@ _RUN = 16  # bytes of 4-bit codes, of which the low halves come first: those of 
 _MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _INT4_ZERO = 8.0
 
-_Decoder = Callable[[torch.Tensor], torch.Tensor]
+_Decoder = Callable[[torch.Tensor], "BlockParts"]
 _Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales, zero points
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """Blocks of a storage format, taken apart: a number is `scale * (code - zero) + offset`.
+
+    Runs of columns of a block share a scale, a zero point and an offset, which are float32.
+
+    Attributes:
+        codes: `[blocks, columns]`: uint8 below 16 of formats with 4 bits, int8, or e4m3.
+        scales: `[blocks, runs]`.
+        zeros: `[blocks, runs]`; None for zeros.
+        offsets: `[blocks, runs]`; None for zeros.
+        are_floats: whether codes are those of floating-point numbers: of 4 bits, half of
+            `_MXFP4_NUMBERS` times two, if they are uint8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    are_floats: bool = False
+
+    def numbers(self) -> torch.Tensor:
+        """Returns the float32 numbers, `[blocks, columns]`."""
+        codes = self.codes
+        if self.are_floats and codes.dtype == torch.uint8:
+            numbers = torch.tensor(_MXFP4_NUMBERS, dtype=torch.float32, device=codes.device)
+            codes = numbers[codes.int()]
+        num_blocks, num_runs = self.scales.shape
+        runs = codes.float().view(num_blocks, num_runs, -1)
+        if self.zeros is not None:
+            runs = runs - self.zeros.unsqueeze(2)
+        runs = self.scales.unsqueeze(2) * runs
+        if self.offsets is not None:
+            runs = runs + self.offsets.unsqueeze(2)
+        return runs.flatten(1)
+
+
+def take_apart(rows: BlockRows) -> BlockParts:
+    """Returns the parts of the blocks of rows, in their order, on their device."""
+    block_bytes = _block_bytes(rows.format, rows.num_columns)
+    return _DECODERS[rows.format.name](rows.data.reshape(-1, block_bytes))
 
 
 def dequantize(rows: BlockRows, dtype: torch.dtype) -> torch.Tensor:
@@ -31,11 +83,9 @@ def dequantize(rows: BlockRows, dtype: torch.dtype) -> torch.Tensor:
         dtype: type of the result, to which the float32 numbers are rounded once.
     """
     num_rows, num_columns = len(rows.data), rows.num_columns
-    decode, block_bytes = _DECODERS[rows.format.name], _block_bytes(rows.format, num_columns)
     numbers = torch.empty((num_rows, num_columns), dtype=dtype, device=rows.data.device)
     for piece in _pieces(num_rows, num_columns):
-        blocks = rows.data[piece].reshape(-1, block_bytes)
-        numbers[piece] = decode(blocks).view(-1, num_columns)
+        numbers[piece] = take_apart(rows.take(piece)).numbers().view(-1, num_columns)
     return numbers
 
 
@@ -142,41 +192,43 @@ def _bit_planes(codes: torch.Tensor, run: int, width: int) -> torch.Tensor:
     return torch.stack(planes, dim=2).flatten(1)
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _floats(blocks, 0, torch.float16) * _signed(blocks[:, 2:])
+def _q8_0(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 2:].view(torch.int8), _floats(blocks, 0, torch.float16))
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _floats(blocks, 0, torch.float16) * (unpack_nibbles(blocks[:, 2:]).float() - 8)
+def _q4_0(blocks: torch.Tensor) -> BlockParts:
+    scales = _floats(blocks, 0, torch.float16)
+    return BlockParts(unpack_nibbles(blocks[:, 2:]), scales, zeros=torch.full_like(scales, 8))
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_1(blocks: torch.Tensor) -> BlockParts:
     scales, minimums = _floats(blocks, 0, torch.float16), _floats(blocks, 2, torch.float16)
-    return scales * unpack_nibbles(blocks[:, 4:]) + minimums
+    return BlockParts(unpack_nibbles(blocks[:, 4:]), scales, offsets=minimums)
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_0(blocks: torch.Tensor) -> BlockParts:
     codes = unpack_nibbles(blocks[:, 6:]) | _bit_planes(blocks[:, 2:6], 1, 1) << 4
-    return _floats(blocks, 0, torch.float16) * (codes.float() - 16)
+    return BlockParts(codes.view(torch.int8) - 16, _floats(blocks, 0, torch.float16))
 
 
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_1(blocks: torch.Tensor) -> BlockParts:
     codes = unpack_nibbles(blocks[:, 8:]) | _bit_planes(blocks[:, 4:8], 1, 1) << 4
     scales, minimums = _floats(blocks, 0, torch.float16), _floats(blocks, 2, torch.float16)
-    return scales * codes + minimums
+    return BlockParts(codes.view(torch.int8), scales, offsets=minimums)
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_k(blocks: torch.Tensor) -> BlockParts:
     return _scaled_runs(blocks, unpack_nibbles(blocks[:, 16:], 32))
 
 
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_k(blocks: torch.Tensor) -> BlockParts:
     fifth_bits = _bit_planes(blocks[:, 16:48], 32, 1)
-    return _scaled_runs(blocks, unpack_nibbles(blocks[:, 48:], 32) | fifth_bits << 4)
+    codes = unpack_nibbles(blocks[:, 48:], 32) | fifth_bits << 4
+    return _scaled_runs(blocks, codes.view(torch.int8))
 
 
-def _scaled_runs(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers of codes in eight runs, each with a scale and a minimum of 6 bits.
+def _scaled_runs(blocks: torch.Tensor, codes: torch.Tensor) -> BlockParts:
+    """Returns codes in eight runs, each with a scale and a minimum of 6 bits.
 
     Of bytes 4 to 16 of a block, the first four have the scales of runs 0 to 3 in their low bits,
     the next four the minimums of these runs. The last four have the low bits of scales and of
@@ -186,42 +238,35 @@ def _scaled_runs(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     scales = torch.cat((first & 63, (low & 15) | (first >> 2 & 48)), dim=1)
     minimums = torch.cat((second & 63, (low >> 4) | (second >> 2 & 48)), dim=1)
     factors = _floats(blocks, 0, torch.float16) * scales
-    offsets = _floats(blocks, 2, torch.float16) * minimums
-    runs = _divided(codes, 32)
-    return (factors.unsqueeze(2) * runs - offsets.unsqueeze(2)).flatten(1)
+    return BlockParts(codes, factors, offsets=-_floats(blocks, 2, torch.float16) * minimums)
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q6_k(blocks: torch.Tensor) -> BlockParts:
     codes = unpack_nibbles(blocks[:, :128], 64) | _bit_planes(blocks[:, 128:192], 32, 2) << 4
-    factors = _floats(blocks, 208, torch.float16) * _signed(blocks[:, 192:208])
-    runs = _divided(codes.float() - 32, 16)
-    return (factors.unsqueeze(2) * runs).flatten(1)
+    factors = _floats(blocks, 208, torch.float16) * blocks[:, 192:208].view(torch.int8)
+    return BlockParts(codes.view(torch.int8) - 32, factors)
 
 
-def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    numbers = torch.tensor(_MXFP4_NUMBERS, dtype=torch.float32, device=blocks.device)
+def _mxfp4(blocks: torch.Tensor) -> BlockParts:
     exponents = blocks[:, :1].int()
     # The bits of 2 ** (exponent - 128) in float32; the two smallest are subnormal.
     normal, subnormal = (exponents - 1) << 23, (1 << 21) << exponents.clamp(max=1)
     factors = torch.where(exponents < 2, subnormal, normal).view(torch.float32)
-    return factors * numbers[unpack_nibbles(blocks[:, 1:]).int()]
+    return BlockParts(unpack_nibbles(blocks[:, 1:]), factors, are_floats=True)
 
 
-def _scaled_bytes(blocks: torch.Tensor) -> torch.Tensor:
-    return _floats(blocks, 0, torch.float32) * _signed(blocks[:, 4:])
+def _scaled_bytes(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 4:].view(torch.int8), _floats(blocks, 0, torch.float32))
 
 
-def _scaled_nibbles(blocks: torch.Tensor) -> torch.Tensor:
+def _scaled_nibbles(blocks: torch.Tensor) -> BlockParts:
     scales, zeros = _floats(blocks, 0, torch.float32), _floats(blocks, 4, torch.float32)
-    return scales * (unpack_nibbles(blocks[:, 8:]) - zeros)
+    return BlockParts(unpack_nibbles(blocks[:, 8:]), scales, zeros=zeros)
 
 
-def _scaled_floats(blocks: torch.Tensor) -> torch.Tensor:
-    return _floats(blocks, 0, torch.float32) * blocks[:, 4:].view(torch.float8_e4m3fn).float()
-
-
-def _signed(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.int8).float()
+def _scaled_floats(blocks: torch.Tensor) -> BlockParts:
+    codes = blocks[:, 4:].view(torch.float8_e4m3fn)
+    return BlockParts(codes, _floats(blocks, 0, torch.float32), are_floats=True)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
@@ -266,7 +311,7 @@ _DECODERS: Mapping[str, _Decoder] = {
     "FP8": _scaled_floats,
     "FP8_128": _scaled_floats,
 }
-"""By format, the function that returns the float32 numbers of `[blocks, bytes]`."""
+"""By format, the function that takes `[blocks, bytes]` apart."""
 _ENCODERS: Mapping[str, Callable[[torch.Tensor], _Rounded]] = {
     "INT8": _int8_codes,
     "INT8_32": _int8_codes,

@@ -11,6 +11,9 @@ from kernels.layer_kinds import Activation
 from kernels.triton.attention_kernels import product
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import gated, with_dense_columns
+from kernels.triton.quantized import layout_arguments
+from kernels.triton.quantized_kernels import quantized_sums
+from kernels.triton.scaled_weight import ScaledWeight
 from kernels.weights import DenseWeight, WeightStack, WeightUse
 
 __all__ = ["combine_experts", "expert_linear"]
@@ -26,7 +29,6 @@ def expert_linear(
     gathers: bool,
     activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
-    assert isinstance(weight.template, DenseWeight)
     hidden = with_dense_columns(hidden)
     is_gated = weight.use is WeightUse.GATED_LINEAR
     width = weight.rows_per_matrix // 2 if is_gated else weight.rows_per_matrix
@@ -50,6 +52,7 @@ def expert_linear(
         weight.num_columns,
         width,
         weight.num_matrices,
+        **_layout_arguments(weight),
         ACTIVATION=activation.value if is_gated else 0,
         GATHERS=gathers,
         BLOCK_E=triton.next_power_of_2(weight.num_matrices),
@@ -60,6 +63,16 @@ def expert_linear(
         num_stages=launch.num_stages,
     )
     return out
+
+
+def _layout_arguments(weight: WeightStack) -> dict[str, int | bool]:
+    """Returns what kernels know of the rows of the experts' matrices; KIND is -1 for dense ones."""
+    if isinstance(weight.template, ScaledWeight):
+        return layout_arguments(weight.template)
+    assert isinstance(weight.template, DenseWeight)
+    places = dict.fromkeys(("scales_at", "zeros_at", "offsets_at", "RUN"), 0)
+    flags = {"HAS_ZEROS": False, "HAS_OFFSETS": False}
+    return {"row_bytes": weight.num_columns, "KIND": -1, **places, **flags}
 
 
 @triton.jit
@@ -74,6 +87,14 @@ def _expert_linear_kernel(
     num_columns,
     width,
     num_experts,
+    row_bytes,
+    scales_at,
+    zeros_at,
+    offsets_at,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATHERS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -83,7 +104,8 @@ def _expert_linear_kernel(
 ):
     """`out = activation(hidden @ weight[e].T + bias[e])` by slot.
 
-    The layer is gated unless ACTIVATION is 0. Program (i, j) computes tile i, of up to BLOCK_M
+    The layer is gated unless ACTIVATION is 0. Dense matrices have KIND -1, and `row_bytes` counts
+    their elements. Program (i, j) computes tile i, of up to BLOCK_M
     slots of one expert, and block j of the width. Tiles are numbered by expert; programs beyond
     the last one return.
     """
@@ -106,15 +128,44 @@ def _expert_linear_kernel(
     has_output = outputs < width
     inputs = hidden + sources.to(tl.int64)[:, None] * row_stride
     num_rows = width * 2 if ACTIVATION != 0 else width
-    matrix = weight + (expert.to(tl.int64) * num_rows + outputs)[None, :] * num_columns
-    sums = _products(inputs, matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K)
+    matrix = weight + (expert.to(tl.int64) * num_rows + outputs) * row_bytes
+    sums = _products(
+        inputs,
+        matrix,
+        has_slot,
+        has_output,
+        num_columns,
+        scales_at,
+        zeros_at,
+        offsets_at,
+        KIND,
+        RUN,
+        HAS_ZEROS,
+        HAS_OFFSETS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if bias is not None:
         biases = bias + expert * num_rows + outputs
         sums += tl.load(biases, mask=has_output, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != 0:
-        up_matrix = matrix + width * num_columns
         up = _products(
-            inputs, up_matrix, has_slot, has_output, num_columns, BLOCK_M, BLOCK_N, BLOCK_K
+            inputs,
+            weight + (expert.to(tl.int64) * num_rows + width + outputs) * row_bytes,
+            has_slot,
+            has_output,
+            num_columns,
+            scales_at,
+            zeros_at,
+            offsets_at,
+            KIND,
+            RUN,
+            HAS_ZEROS,
+            HAS_OFFSETS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
         if bias is not None:
             up += tl.load(biases + width, mask=has_output, other=0.0).to(tl.float32)[None, :]
@@ -133,22 +184,52 @@ def _products(
     has_slot,
     has_output,
     num_columns,
+    scales_at,
+    zeros_at,
+    offsets_at,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Returns the sums of a tile's products, [BLOCK_M, BLOCK_N] float32."""
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for begin in range(0, num_columns, BLOCK_K):
-        columns = begin + tl.arange(0, BLOCK_K)
-        has_column = columns < num_columns
-        left = tl.load(
-            inputs + columns[None, :], mask=has_slot[:, None] & has_column[None, :], other=0.0
+    """Returns the sums of a tile's products, [BLOCK_M, BLOCK_N] float32.
+
+    inputs: [BLOCK_M, 1] pointers to rows of inputs. matrix: [BLOCK_N] pointers to rows of weights.
+    """
+    if KIND >= 0:
+        sums = quantized_sums(
+            inputs,
+            matrix,
+            has_slot,
+            has_output,
+            num_columns,
+            scales_at,
+            zeros_at,
+            offsets_at,
+            KIND,
+            RUN,
+            HAS_ZEROS,
+            HAS_OFFSETS,
+            BLOCK_M,
+            BLOCK_N,
         )
-        right = tl.load(
-            matrix + columns[:, None], mask=has_column[:, None] & has_output[None, :], other=0.0
-        )
-        sums = product(left, right, sums)
+    else:
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(0, num_columns, BLOCK_K):
+            columns = begin + tl.arange(0, BLOCK_K)
+            has_column = columns < num_columns
+            left = tl.load(
+                inputs + columns[None, :], mask=has_slot[:, None] & has_column[None, :], other=0.0
+            )
+            right = tl.load(
+                matrix[None, :] + columns[:, None],
+                mask=has_column[:, None] & has_output[None, :],
+                other=0.0,
+            )
+            sums = product(left, right, sums)
     return sums
 
 

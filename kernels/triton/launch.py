@@ -24,6 +24,7 @@ __all__ = [
     "LaunchTable",
     "RowLaunch",
     "Rows",
+    "TileLaunch",
     "launch_table",
     "load_launch_table",
 ]
@@ -95,20 +96,30 @@ Launch = TypeVar("Launch", bound=RowLaunch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLaunch(RowLaunch):
-    """Launch parameters of the experts' linear layers.
+class TileLaunch(RowLaunch):
+    """Launch parameters of products whose programs compute a tile of the result each.
 
     Attributes:
-        block_m: rows of a tile, all of one expert.
+        block_m: rows of a tile; of experts' layers all are of one expert.
         block_n: outputs of a tile.
-        block_k: inputs of a step; the same for all sizes, so that sums do not depend on the batch.
         num_stages: stages of Triton's pipeline.
     """
 
     block_m: int
     block_n: int
-    block_k: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLaunch(TileLaunch):
+    """Launch parameters of the experts' linear layers.
+
+    Attributes:
+        block_k: inputs of a step; the same for all sizes, so that sums do not depend on the batch.
+            Quantized weights have a number of their own.
+    """
+
+    block_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +145,7 @@ class LaunchTable:
         pointwise: by elements of a row.
         row_maxima: by elements of a row.
         expert_linear: by mean rows of an expert.
+        quantized_linear: by rows of inputs.
         rotate_and_write_kv: by elements of a head.
         block_copy: by words of a block.
         draw_thresholds: by elements of a row.
@@ -147,6 +159,7 @@ class LaunchTable:
     pointwise: Rows[BlockLaunch]
     row_maxima: Rows[BlockLaunch]
     expert_linear: Rows[ExpertLaunch]
+    quantized_linear: Rows[TileLaunch]
     rotate_and_write_kv: Rows[BlockLaunch]
     block_copy: Rows[BlockLaunch]
     draw_thresholds: Rows[BlockLaunch]
@@ -161,6 +174,7 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
     "pointwise": BlockLaunch,
     "row_maxima": BlockLaunch,
     "expert_linear": ExpertLaunch,
+    "quantized_linear": TileLaunch,
     "rotate_and_write_kv": BlockLaunch,
     "block_copy": BlockLaunch,
     "draw_thresholds": BlockLaunch,

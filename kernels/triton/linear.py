@@ -10,7 +10,9 @@ from kernels.dispatch import TRITON
 from kernels.layer_kinds import Activation
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import activate, gate_rows
-from kernels.weights import DenseWeight, Weight, WeightStack
+from kernels.triton.quantized import quantized_product
+from kernels.triton.scaled_weight import ScaledWeight
+from kernels.weights import DenseWeight, SegmentedWeight, Weight, WeightStack
 
 __all__ = ["head_linear", "linear", "linear_gated"]
 
@@ -31,11 +33,13 @@ def linear(
 
     The sum is rounded once, unless there is an activation or a cap.
     """
-    matrix = _dense(weight)
     if activation is not None or cap is not None:
         out = linear(hidden, weight, bias, out_dtype=out_dtype)
         _finish(out, activation, scale, cap)
         return out if residual is None else out.add_(residual)
+    if not isinstance(weight, DenseWeight):
+        return _linear_in_parts(hidden, weight, bias, residual, out_dtype or hidden.dtype, scale)
+    matrix = weight.data
     if out_dtype not in (None, hidden.dtype):
         return _linear_into(out_dtype, hidden, matrix, bias, residual, scale)
     if residual is None:
@@ -50,7 +54,7 @@ def linear(
 def linear_gated(
     hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    gate, up = F.linear(hidden, _dense(weight), bias).chunk(2, dim=-1)
+    gate, up = linear(hidden, weight, bias).chunk(2, dim=-1)
     return gate_rows(up, gate, activation)
 
 
@@ -123,6 +127,31 @@ def _linear_into(
     return out
 
 
-def _dense(weight: Weight) -> torch.Tensor:
+def _linear_in_parts(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    scale: float,
+) -> torch.Tensor:
+    """Computes products of a weight that is no dense matrix; sums are rounded once."""
+    if bias is None and residual is None and scale == 1.0:
+        return _product(hidden, weight, out_dtype)
+    sums = _product(hidden, weight, torch.float32)
+    if bias is not None:
+        sums += bias
+    if scale != 1.0:
+        sums *= scale
+    if residual is not None:
+        sums += residual
+    return sums.to(out_dtype)
+
+
+def _product(hidden: torch.Tensor, weight: Weight, out_dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(weight, SegmentedWeight):
+        return torch.cat([_product(hidden, part, out_dtype) for part in weight.segments], dim=1)
+    if isinstance(weight, ScaledWeight):
+        return quantized_product(hidden, weight, out_dtype)
     assert isinstance(weight, DenseWeight)
-    return weight.data
+    return linear(hidden, weight, out_dtype=out_dtype)

@@ -10,8 +10,6 @@ An engine of several ranks saves each block in slices (`kvstore.transfer_form`),
 those of its own part of the model. The `connector_params` of its handoffs name all these ranks.
 """
 
-import ipaddress
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, cycle
@@ -20,6 +18,7 @@ from urllib.parse import urlsplit
 
 from google.protobuf.message import DecodeError
 
+from baton.common.addresses import reachable_host
 from baton.v1 import kv_peer_pb2
 from baton.v1.kv_peer_pb2 import KvPeerParams
 from kvstore.connector import SavedSlices
@@ -33,8 +32,6 @@ _DEFAULT_TIMEOUT_S = 2.0
 _LEASE_RANGE_S = (0.1, 86_400.0)
 _TIMEOUT_RANGE_S = (0.01, 60.0)
 _OPTIONS = ("lease_s", "timeout_s", "advertise")
-# Addresses reserved for documentation: the kernel is asked for the route to them; nothing is sent.
-_FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _Item = TypeVar("_Item")
 
 
@@ -131,21 +128,11 @@ def _seconds(parts: StoreUrl, name: str, default_s: float, limits_s: tuple[float
 def _reachable_host(host: str, parts: StoreUrl) -> str:
     """Returns the host that readers connect to if this process listens on `host`."""
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host  # a name
-    if not address.is_unspecified:
-        return host
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_FAR_AWAY[family], 9))
-        except OSError:
-            raise parts.error(
-                "this machine's own address cannot be found; set advertise=HOST"
-            ) from None
-        local_host: str = probe.getsockname()[0]
-    return local_host
+        return reachable_host(host)
+    except OSError:
+        raise parts.error(
+            "this machine's own address cannot be found; set advertise=HOST"
+        ) from None
 
 
 def join_params(ranks: Sequence[SavedSlices]) -> bytes:

@@ -8,18 +8,19 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
-from baton.common.flags.values import count
+from baton.common.flags.values import auto_or_count
 from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
 from baton.common.security.config import CredentialsConfig
-from router.config.discovery import parse_target
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
 from router.config.tenants import TenantsConfig
+from rpc.discovery.discovery import parse_target
 from rpc.server_config import MetricsConfig, ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
 __all__ = [
+    "AUTO",
     "DEFAULT_GRPC_PORT",
     "DEFAULT_PORT",
     "GENERATION_CONFIGS",
@@ -32,6 +33,7 @@ __all__ = [
     "router_config_from_args",
 ]
 
+AUTO = "auto"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 NO_PREFILL_POLICIES = ("local", "wait", "fail")
@@ -50,8 +52,10 @@ def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> An
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
     help_text = (
-        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, or "
-        "file:///path for those in a file, one a line; comma-separated, repeatable"
+        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, "
+        "file:///path for those in a file, one a line, k8s:///namespace/service:port for the pods "
+        "of a Service, or register:///?label=value for workers that announce themselves; "
+        "comma-separated, repeatable"
     )
     return _list_flag(default, "TARGET", help_text + note)
 
@@ -153,10 +157,24 @@ class RouterConfig:
     security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
-    max_local_prefill_tokens: int = flag(
-        16,
-        "a decode worker computes uncached remainders of up to this many prompt tokens itself",
-        parse=count,
+    routing_policy: str = flag(
+        "prefix",
+        "chooses the replicas of requests: prefix, least-load, round-robin, consistent-hash, "
+        "power-of-two, an entry point baton.routing_policies or module:Class; see docs/routing.md",
+        metavar="NAME",
+    )
+    max_affinity_delay_s: float = flag(
+        1.0,
+        "with --routing-policy prefix, seconds by which a prompt may start later than elsewhere "
+        "on the prefill replica that caches it",
+    )
+    max_local_prefill_tokens: int | str = flag(
+        AUTO,
+        "a decode worker computes uncached remainders of up to this many prompt tokens itself; "
+        "auto: those that it computes with less delay, for its other requests too, than a prefill "
+        "worker",
+        parse=auto_or_count,
+        metavar="N",
     )
     default_timeout_s: float = flag(
         600.0,
@@ -177,8 +195,8 @@ class RouterConfig:
     )
     queue_timeout_s: float = flag(
         30.0,
-        "seconds for which a request waits while no replica is ready or has room for it; 0 refuses "
-        "it at once",
+        "seconds for which a request waits while no replica is ready or would queue it; 0 refuses "
+        "it at once; one that only lacks a seat on a replica waits up to its deadline",
     )
     no_prefill_policy: str = flag(
         "local",
@@ -188,10 +206,6 @@ class RouterConfig:
     )
     dns_interval_s: float = flag(
         5.0, "seconds between two look-ups of dns:/// and file:/// targets"
-    )
-    max_indexed_blocks: int = flag(
-        100_000,
-        "maximum number of KV block keys remembered per replica, at most one per block of its pool",
     )
 
     def __post_init__(self) -> None:
@@ -217,6 +231,12 @@ class RouterConfig:
         most = self.max_concurrent_calls
         return 4 * (self.max_concurrent_requests or MAX_WAITING) if most is None else most
 
+    @property
+    def _has_local_limit(self) -> bool:
+        """Whether `max_local_prefill_tokens` is a limit that makes sense."""
+        limit = self.max_local_prefill_tokens
+        return limit >= 0 if isinstance(limit, int) else limit == AUTO
+
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
         """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
@@ -224,14 +244,14 @@ class RouterConfig:
         least_calls = (most_requests or 0) + 1
         most_s = _MAX_TIMEOUT_S
         return (
-            ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
+            ("max_affinity_delay_s", 0 <= self.max_affinity_delay_s <= most_s, f"in [0, {most_s}]"),
+            ("max_local_prefill_tokens", self._has_local_limit, "auto, or >= 0"),
             ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
             ("max_concurrent_requests", most_requests is None or most_requests >= 1, ">= 1"),
             ("max_concurrent_calls", self.most_calls >= least_calls, f">= {least_calls}"),
             ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
             ("queue_timeout_s", 0 <= self.queue_timeout_s <= most_s, f"in [0, {most_s}]"),
             ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
-            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
         )
 
 
@@ -330,11 +350,20 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
     )
 
 
-def flags_of_router(config: RouterConfig) -> list[str]:
-    """Returns the flags that describe a router of one model, from which `router_config_from_args`
-    makes an equal config.
+def flags_of_router(config: RouterConfig, models_file: str | None = None) -> list[str]:
+    """Returns the flags that describe a router, from which `router_config_from_args` makes an equal
+    config.
+
+    Args:
+        config: the router's.
+        models_file: the file of `--models` that its models are from; None if it has one model,
+            which gets flags.
     """
-    (model,) = config.models
+    if models_file is None:
+        (model,) = config.models
+        flags_of_models = flags_of_config(model)
+    else:
+        flags_of_models = ["--models", models_file]
     ports = _GrpcPort(grpc_port=config.grpc.port, grpc_port_file=config.grpc.port_file)
     return [
         # Both servers share these flags, but for the ports, which are those of HTTP here.
@@ -345,7 +374,7 @@ def flags_of_router(config: RouterConfig) -> list[str]:
         *flags_of_config(config.metrics),
         *flags_of_config(config.tracing),
         *flags_of_config(ports),
-        *flags_of_config(model),
+        *flags_of_models,
         *flags_of_config(config),
     ]
 

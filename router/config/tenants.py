@@ -14,6 +14,7 @@ DEFAULTS_NAME = "*"
 """The name of the entry for tenants without an entry of their own."""
 _MAX_NAME_CHARS = 256
 _PRIORITIES = 2**31
+_MAX_WEIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class TenantPolicy:
         tokens_per_minute: the most tokens of prompts and answers.
         max_concurrent_requests: the most calls, and further prompts of a call, at the same time.
         models: names of the models that it may use; empty for all.
+        weight: under overload it gets as much as this number of tenants of weight 1.
 
     Raises:
         ConfigurationError: a value is out of range; names the field.
@@ -96,6 +98,7 @@ class TenantPolicy:
     tokens_per_minute: int | None = flag(None, "most tokens per minute", parse=count)
     max_concurrent_requests: int | None = flag(None, "most running requests", parse=count)
     models: tuple[str, ...] = flag((), "models that it may use", is_list=True)
+    weight: int = flag(1, "share of the replicas under overload", parse=count)
 
     def __post_init__(self) -> None:
         if not is_tenant_name(self.name):
@@ -111,6 +114,8 @@ class TenantPolicy:
             if value is not None and value < 1:
                 shown = name.replace("_", "-")
                 raise ConfigurationError(f"{shown} is {value}; it must be >= 1")
+        if not 1 <= self.weight <= _MAX_WEIGHT:
+            raise ConfigurationError(f"weight is {self.weight}; it must be in [1, {_MAX_WEIGHT}]")
 
 
 def is_tenant_name(text: str) -> bool:

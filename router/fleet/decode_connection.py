@@ -24,7 +24,6 @@ __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError", "RequestMoved
 _CommandKey = tuple[str, str | int]
 """The id of a request or handoff, and the command's target: one of the names below, or the number
 of a candidate."""
-_MAX_START_BYTES = MAX_MESSAGE_BYTES - 64  # what the message around a start adds
 _REQUEST = "request"
 _PREFETCH = "prefetch"
 _MOVE = "move"
@@ -167,8 +166,11 @@ class DecodeConnection:
             self._close(reason)
         raise self._lost(reason)
 
-    def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
+    def start(self, command: decode_pb2.ConnectRequest) -> DecodeStream:
         """Starts a request, whose id must be new to the replica.
+
+        Args:
+            command: its start, in the message that is sent.
 
         Raises:
             ReplicaLostError: the connection has broken.
@@ -178,14 +180,14 @@ class DecodeConnection:
         if not self.is_open:
             raise self._lost("the connection is closed")
         num_bytes = command.ByteSize()
-        if num_bytes > _MAX_START_BYTES:
+        if num_bytes > MAX_MESSAGE_BYTES:
             raise InvalidArgumentError(
                 f"the prompt, its tokens so far and the parameters have {num_bytes} bytes; a "
-                f"decode replica takes at most {_MAX_START_BYTES}"
+                f"decode replica takes at most {MAX_MESSAGE_BYTES}"
             )
-        request_id = command.spec.request_id
+        request_id = command.start.spec.request_id
         stream = self._streams[request_id] = DecodeStream(request_id, self)
-        self._send((request_id, _REQUEST), decode_pb2.ConnectRequest(start=command))
+        self._send((request_id, _REQUEST), command)
         return stream
 
     def prefetch(self, request_id: str, blocks: prefill_pb2.KvHandoff) -> None:

@@ -1,19 +1,24 @@
 """`Fleet`: both tiers, and the check that all their replicas agree."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.discovery import Discovery
 from router.config.router import ServedModelConfig
-from router.fleet.policy import PrefixIndex
-from router.fleet.replica import Capacity, Replica, ReplicaT
+from router.fleet.replica import Capacity, Replica, ReplicaT, tier_name
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, WaitingRequests, waited
+from router.observe.metrics import CacheCounts
+from router.routing.cache_index import CacheIndex
+from rpc.discovery.announced import MODEL_LABEL, ROLE_LABEL
+from rpc.discovery.announcements import Announcements
+from rpc.discovery.discovery import Discovery
+from rpc.discovery.source import Scope
 
 __all__ = ["RETRY_AFTER_S", "Fleet", "none_ready"]
 
@@ -22,6 +27,7 @@ RETRY_AFTER_S = 5.0
 """When a client may try again that no replica could serve: workers start in about this time."""
 
 _CALL_TIMEOUT_S = 5.0
+_WATCH_INTERVAL_S = 0.1
 
 
 def none_ready(how_long: str = "") -> UnavailableError:
@@ -45,11 +51,12 @@ class Fleet:
 
     Args:
         config: names the model and its targets.
-        prefix_index: forgets replicas that restart or leave.
+        index: learns what the replicas' prefix caches hold.
         dns_interval_s: seconds between two look-ups of `dns:///` targets.
         security: what this router shows to replicas, and asks of them.
         tokenizer_digest: of the router's own tokenizer; empty if it cannot be compared.
         no_prefill_policy: one of `NO_PREFILL_POLICIES`.
+        announcements: workers that announced themselves to this router; None without its gRPC port.
 
     Attributes:
         waiting: the requests that wait for a replica.
@@ -62,32 +69,41 @@ class Fleet:
     def __init__(
         self,
         config: ServedModelConfig,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         dns_interval_s: float,
         security: ClusterSecurity,
         tokenizer_digest: str = "",
         no_prefill_policy: str = "local",
+        announcements: Announcements | None = None,
     ) -> None:
         self._no_prefill_policy = no_prefill_policy
         self._tokenizer_digest = tokenizer_digest
         self._model_name = config.names[0]
         self._has_prefill_targets = bool(config.prefill)
-        self._dns_interval_s = dns_interval_s
         self._security = security
         self.waiting = WaitingRequests()
         self.stores = StoreAgreement(self._model_name)
         self._changed = asyncio.Event()
         self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._prefix_index = prefix_index
-        prefill, decode = Discovery(config.prefill), Discovery(config.decode)
+        self._index = index
+
+        def discovery(targets: Sequence[str], replica: type[Replica]) -> Discovery:
+            labels = {MODEL_LABEL: self._model_name, ROLE_LABEL: tier_name(replica.tier)}
+            return Discovery(targets, dns_interval_s, Scope(announcements, labels))
+
+        prefill = discovery(config.prefill, PrefillReplica)
+        decode = discovery(config.decode, DecodeReplica)
+        self._discoveries = prefill, decode
         self.prefill = self._make_tier(prefill, decode, PrefillReplica)
         self.decode = self._make_tier(decode, prefill, DecodeReplica)
         self._seen_capacities = self._capacities()
 
     def start(self) -> None:
         """Begins to look for replicas."""
-        self._tasks = [asyncio.create_task(tier.run()) for tier in (self.prefill, self.decode)]
+        activities = self.prefill.run(), self.decode.run(), self._watch_silence()
+        self._tasks = [asyncio.create_task(activity) for activity in activities]
+        self._tasks += [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
 
     async def close(self) -> None:
         """Disconnects all replicas. Idempotent."""
@@ -115,6 +131,14 @@ class Fleet:
         """
         has_tier = self._has_prefill_targets or bool(self.prefill.candidates)
         return self._no_prefill_policy if has_tier else "local"
+
+    @property
+    def may_start_prompts(self) -> bool:
+        """Whether a prompt would soon be computed, and not only wait: a prefill replica has few, or
+        there is none.
+        """
+        candidates = self.prefill.candidates
+        return not candidates or any(replica.has_space for replica in candidates)
 
     @property
     def num_seats(self) -> int:
@@ -195,6 +219,33 @@ class Fleet:
                 if each.replica_id == replica.replica_id:
                     each.note_role(role)
 
+    def cache_counts(self) -> Iterator[CacheCounts]:
+        """Yields what is known of the replicas' prefix caches. Any thread may iterate."""
+        for replica in self._connected():
+            cache = replica.kv_events.cache
+            if cache is not None:
+                yield CacheCounts(
+                    self._model_name,
+                    replica.tier_name,
+                    replica.address,
+                    believed=cache.num_stored,
+                    held=replica.load.num_cached_blocks,
+                    lacks_events=not cache.has_events,
+                    staleness_s=replica.kv_events.staleness_s,
+                )
+
+    async def _watch_silence(self) -> None:
+        """Looks for silent workers, without end. One timer serves all of them, so that a router
+        with hundreds of replicas is idle without requests.
+        """
+        clock = asyncio.get_running_loop().time
+        while True:
+            before = clock()
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            late_s = max(clock() - before - _WATCH_INTERVAL_S, 0.0)
+            for replica in self._connected():
+                replica.check_silence(late_s)
+
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
@@ -226,12 +277,11 @@ class Fleet:
             replica.tier,
             discovery,
             elsewhere,
-            replica,
+            partial(replica, index=self._index, on_space=self.waiting.offer),
             self._security,
             check=self._check,
             on_change=self._notify,
-            on_forget=self._prefix_index.forget,
-            dns_interval_s=self._dns_interval_s,
+            on_forget=self._index.forget,
         )
 
     def _check(self, replica: Replica) -> None:

@@ -6,6 +6,7 @@ they differ in the calls that they take (`tier_replicas`).
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,21 +14,22 @@ from typing import Any, TypeVar
 
 import grpc
 
-from baton.common.errors import FailedPreconditionError, InternalError, UnavailableError
+from baton.common.errors import BatonError, InternalError, UnavailableError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from router.fleet.decode_connection import ReplicaLostError
-from router.fleet.policy import ReplicaState
+from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoad
 from router.observe.request_record import Attempt, RequestRecord
+from router.routing.cache_index import CacheIndex
+from router.routing.candidate import Candidate
 from rpc.errors import from_rpc_error
 
 __all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
-_WATCH_INTERVAL_S = 0.1
 _POLL_INTERVAL_S = 0.2
 _POLL_TIMEOUT_S = 5.0
 _FAULTS = (InternalError.code, UnavailableError.code)
@@ -79,12 +81,15 @@ class Replica:
         info: its description of what it serves.
         channel: a channel to it.
         security: what this router shows to it.
+        index: learns what its prefix cache holds.
+        on_space: called when it may start a further request.
 
     Attributes:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
         info: its description of what it serves.
         capacity: the largest request that it can run.
+        kv_events: the events of its prefix cache.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -96,23 +101,34 @@ class Replica:
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.info = info
         self.capacity = self._capacity()
         self.lost = asyncio.Event()
-        self._dropped: asyncio.Future[FailedPreconditionError]
+        self._dropped: asyncio.Future[BatonError]
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._security = security
-        self._load = ReplicaLoad(info)
+        self._load = ReplicaLoad(info, address)
         self._is_ready = False
         self._on_change: Callable[[], None] = lambda: None
+        self._on_space = on_space
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
+        self.kv_events = KvEventStream(
+            address,
+            info,
+            self._watch_kv_events,
+            index,
+            lambda: self.load,
+            lambda: self.is_leaving,
+        )
 
     @property
     def replica_id(self) -> str:
@@ -167,14 +183,37 @@ class Replica:
         """Whether it can queue this request, as far as this router knows."""
         return self._load.has_room_for(spec)
 
+    @property
+    def has_space(self) -> bool:
+        """Whether it may start a further request, however small, as far as this router knows."""
+        return self.may_start(0)
+
+    def may_start(self, num_blocks: int) -> bool:
+        """Whether a new request would soon run here, and not only wait.
+
+        Args:
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        return self._load.may_start(num_blocks)
+
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that it has refused a request for lack of room, until its next report."""
         self._load.note_full(spec)
         self._note_change()
 
-    def state(self, overlap_blocks: int) -> ReplicaState:
-        """The replica's state for the routing policy."""
-        return self._load.state(overlap_blocks, self._breaker.weight)
+    def candidate(self) -> Candidate:
+        """What the routing policy compares of the replica now."""
+        return self._load.candidate(self._breaker.weight)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds of prompt work that it has still to do."""
+        return self._load.backlog_s
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that it has found in its prefix cache lately."""
+        return self._load.hit_rate
 
     def log_start(self, spec: RequestSpec) -> None:
         """Logs that a request is started on this replica, and its id there."""
@@ -200,16 +239,27 @@ class Replica:
         self._note_change()
 
     @contextmanager
-    def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
+    def reserve(
+        self,
+        *,
+        num_tokens: int = 0,
+        num_blocks: int = 0,
+        is_sent: bool = True,
+        deadline: float | None = None,
+    ) -> Iterator[None]:
         """Counts a request as this replica's while the context is open.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
+            is_sent: whether it is sent to the replica now, not later.
+            deadline: `time.monotonic()` at which the request has ended in any case.
         """
+        ends_at = math.inf if deadline is None else deadline
+        reserved = self._load.reserve(num_tokens, num_blocks, is_sent=is_sent, deadline=ends_at)
         self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
-            with self._load.reserve(num_tokens, num_blocks):
+            with reserved:
                 self._note_change()
                 yield
         finally:
@@ -220,7 +270,19 @@ class Replica:
         """Blocks in its pool, of the size that block keys stand for."""
         return self._load.num_blocks
 
-    def drop(self, reason: FailedPreconditionError) -> None:
+    def check_silence(self, late_s: float) -> None:
+        """Drops the worker if it is silent: a frozen or unreachable one keeps its connections.
+
+        Args:
+            late_s: how late the event loop was since the last call; reports may have waited unread.
+        """
+        now = asyncio.get_running_loop().time()
+        self._silence.excuse(late_s, now)
+        if self._silence.is_too_long(now):
+            limit_s = self._silence.limit_s
+            self.drop(ReplicaLostError(f"it has sent no report for {limit_s:.1f} s"))
+
+    def drop(self, reason: BatonError) -> None:
         """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
         if not self._dropped.done():
             self._dropped.set_result(reason)
@@ -235,7 +297,7 @@ class Replica:
 
         Raises:
             ReplicaLostError: the worker was lost.
-            FailedPreconditionError: `drop` was called with this error.
+            BatonError: `drop` was called with this error.
         """
         self._on_change = on_change
         tasks = [asyncio.create_task(coroutine) for coroutine in self._activities()]
@@ -264,6 +326,23 @@ class Replica:
             worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
         )
 
+    async def lend_prefix(
+        self, namespace: bytes, keys: Sequence[bytes], timeout_s: float
+    ) -> prefill_pb2.KvHandoff | None:
+        """Asks the worker to lend the beginning of a prompt; None if it lends nothing of it.
+
+        Raises:
+            BatonError: it did not answer in time, refused, or was lost.
+        """
+        request = worker_pb2.LendPrefixRequest(namespace=namespace, keys=keys)
+        try:
+            answer = await self._worker.LendPrefix(
+                request, timeout=timeout_s, metadata=self._security.call_metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return answer.handoff if answer.HasField("handoff") else None
+
     async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
         """Changes the tier of the worker.
 
@@ -286,7 +365,16 @@ class Replica:
 
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
-        return [self._watch_load(), self._watch_silence(), self._until_dropped()]
+        return [self._watch_load(), self._until_dropped(), self.kv_events.run()]
+
+    def _watch_kv_events(
+        self,
+    ) -> grpc.aio.UnaryStreamCall[
+        worker_pb2.WatchKvEventsRequest, worker_pb2.WatchKvEventsResponse
+    ]:
+        return self._worker.WatchKvEvents(
+            worker_pb2.WatchKvEventsRequest(), metadata=self._security.call_metadata()
+        )
 
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
@@ -297,6 +385,8 @@ class Replica:
         if now != self._shown:
             self._shown = now
             self._on_change()
+        elif self.has_space:
+            self._on_space()
 
     async def _watch_load(self) -> None:
         reports = self._worker.WatchLoad(
@@ -304,6 +394,7 @@ class Replica:
         )
         async for message in reports:
             self._load.take(message.load)
+            self.kv_events.report(message.load.newest_kv_event)
             if message.load.stalled:
                 raise ReplicaLostError("one of its steps has not ended in time")
             self._is_ready = True
@@ -320,19 +411,6 @@ class Replica:
             await self.get_load(_POLL_TIMEOUT_S)
             self._silence.report(asyncio.get_running_loop().time())
             await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _watch_silence(self) -> None:
-        """Raises once the worker is silent: a frozen or unreachable one keeps its connections.
-
-        Raises:
-            ReplicaLostError: it has sent no report for too long.
-        """
-        clock, silence = asyncio.get_running_loop().time, self._silence
-        while not silence.is_too_long(before := clock()):
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            # Reports may wait unread while this event loop is late.
-            silence.excuse(max(clock() - before - _WATCH_INTERVAL_S, 0.0), clock())
-        raise ReplicaLostError(f"it has sent no report for {silence.limit_s:.1f} s")
 
     async def _until_dropped(self) -> None:
         raise await self._dropped

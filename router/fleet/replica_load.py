@@ -1,59 +1,161 @@
-"""`ReplicaLoad`: what runs on a replica, by its reports and this router's reservations. Pure."""
+"""`ReplicaLoad`: what runs on a replica, by its reports and this router's own requests. Pure.
 
-from collections.abc import Iterator
+A report counts the requests of all routers, but not those that are still on their way. So the load
+is that of the last report and of the own requests which it cannot include yet. A request is on its
+way until a report is in that the worker made after the request had come.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from baton.common.request.request_spec import RequestSpec
 from baton.v1 import worker_pb2
-from router.fleet.policy import ReplicaState
+from router.routing.candidate import Candidate
 
 __all__ = ["ReplicaLoad"]
+
+_MIN_AHEAD = 2
+_AHEAD_SHARE = 2
+"""A replica without a free seat, or without free blocks, gets a part of the requests that it
+runs in advance, so that it has the next ones when some end. The others wait in the router, where
+tenants take turns.
+"""
+_MAX_QUEUED_TOKENS = 8192
+"""As many prompt tokens keep a prefill replica busy until the router can send the next ones."""
+_MIN_QUEUED_PROMPTS = 2
+_TRANSIT_S = 0.1
+"""A request reaches the engine within this time. One that takes longer is not counted for a moment;
+one that is faster is counted twice for as long."""
+_DEFAULT_LOAD_BYTES_PER_S = 1e9
+"""Assumed until a worker has measured its loads: the speed of a common network."""
+_HIT_MEMORY_S = 60.0
+"""Look-ups count for about so long in the hit rate."""
+
+
+@dataclass(slots=True)
+class _Dispatch:
+    """A request of this router.
+
+    Attributes:
+        num_tokens: prompt tokens that the replica computes for it.
+        num_blocks: blocks that it fills.
+        sent_at: when it was sent; infinite before that.
+        deadline: it has ended by then, whatever else happens.
+    """
+
+    num_tokens: int
+    num_blocks: int
+    sent_at: float
+    deadline: float
+
+
+class _Sum:
+    """The requests, tokens and blocks of dispatches."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_blocks = 0
+
+    def add(self, dispatch: _Dispatch, sign: int = 1) -> None:
+        self.num_requests += sign
+        self.num_tokens += sign * dispatch.num_tokens
+        self.num_blocks += sign * dispatch.num_blocks
 
 
 class ReplicaLoad:
     """The load of one replica, as far as this router knows.
 
-    The worker's report lags and includes other routers' requests; the reservations are exact and
-    include only this router's. The larger number is used.
-
     Args:
         info: the worker's description of what it serves.
+        address: the worker's.
+        clock: monotonic seconds.
 
     Attributes:
         report: the worker's last report.
         refuses_grammars: whether it has refused a request with a grammar since then. It may have
             lacked room for grammars to compile, which other requests do not need.
+        hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
     """
 
-    def __init__(self, info: worker_pb2.GetInfoResponse) -> None:
+    def __init__(
+        self,
+        info: worker_pb2.GetInfoResponse,
+        address: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.report = worker_pb2.WorkerLoad()
         self.refuses_grammars = False
+        self.hit_rate = 0.0
         self._info = info
+        self._address = address
+        self._clock = clock
         self._refuses_all = False
-        # Reservations.
-        self._num_requests = 0
-        self._num_tokens = 0
-        self._num_blocks = 0
+        self._numbers = itertools.count()
+        self._live: dict[int, _Dispatch] = {}
+        self._on_way: dict[int, _Dispatch] = {}
+        self._live_sum, self._on_way_sum = _Sum(), _Sum()
+        self._next_deadline = math.inf
+        self._hits = _FadingShare()
+        self._candidate: Candidate | None = None  # made again after each change
 
     def take(self, report: worker_pb2.WorkerLoad) -> None:
         """Takes the worker's next report, after which it may have room again."""
+        now = self._clock()
+        self._drop_expired(now)
+        arrived_by = now - report.age_s - _TRANSIT_S
+        for number, dispatch in list(self._on_way.items()):
+            if dispatch.sent_at <= arrived_by:
+                self._on_way_sum.add(self._on_way.pop(number), -1)
+        self.hit_rate = self._hits.add(report.prefix_cache_hits, report.prefix_cache_queries, now)
         self.report = report
         self._refuses_all = self.refuses_grammars = False
+        self._candidate = None
 
     @property
     def has_room(self) -> bool:
         """Whether the replica can queue one more request."""
         most = self._info.max_num_requests
-        return not self._refuses_all and (not most or self._num_requests_there < most)
+        return not self._refuses_all and (not most or self._num_requests < most)
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in its pool, of the size that block keys stand for."""
-        return self._in_keyed_blocks(self._info.num_blocks)
+    def backlog_s(self) -> float:
+        """Seconds of prompt work that it has still to do."""
+        on_way_s = self._on_way_sum.num_tokens * self.report.prompt_token_s
+        return self.report.queued_prompt_s + on_way_s
 
     def has_room_for(self, spec: RequestSpec) -> bool:
         """Whether the replica can queue this request."""
         return self.has_room and not (self.refuses_grammars and _has_grammar(spec))
+
+    def may_start(self, num_blocks: int) -> bool:
+        """Whether a new request would soon run here, and not only wait.
+
+        Args:
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
+        """
+        self._drop_expired(self._clock())
+        report, live = self.report, self._live_sum
+        # Without those on their way, some of which are counted twice: seats would be left empty.
+        running = report.num_running
+        number = max(running + report.num_waiting, live.num_requests)
+        free_blocks = min(
+            self._in_keyed_blocks(report.num_free_blocks), self.num_blocks - live.num_blocks
+        )
+        if number < self._info.max_num_seqs and num_blocks <= free_blocks:
+            return True
+        return number - running < max(running // _AHEAD_SHARE, _MIN_AHEAD)
+
+    @property
+    def may_queue_prompt(self) -> bool:
+        """Whether the replica has so few prompts to compute that it might soon lack some."""
+        self._drop_expired(self._clock())
+        num_tokens = self.report.num_queued_tokens + self._on_way_sum.num_tokens
+        return num_tokens < _MAX_QUEUED_TOKENS or self._num_requests < _MIN_QUEUED_PROMPTS
 
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that the replica has refused a request for lack of room, until its next report."""
@@ -63,45 +165,122 @@ class ReplicaLoad:
             self._refuses_all = True
 
     @contextmanager
-    def reserve(self, num_tokens: int, num_blocks: int) -> Iterator[None]:
+    def reserve(
+        self, num_tokens: int, num_blocks: int, *, is_sent: bool = True, deadline: float = math.inf
+    ) -> Iterator[None]:
         """Counts a request while the context is open.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
+            is_sent: whether the request is sent now. If not, it is on its way while the context
+                is open: no report includes it.
+            deadline: `clock()` at which the request has ended in any case.
         """
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-        self._num_blocks += num_blocks
+        sent_at = self._clock() if is_sent else math.inf
+        number, dispatch = next(self._numbers), _Dispatch(num_tokens, num_blocks, sent_at, deadline)
+        self._live[number] = self._on_way[number] = dispatch
+        self._live_sum.add(dispatch)
+        self._on_way_sum.add(dispatch)
+        self._next_deadline = min(self._next_deadline, deadline)
+        self._candidate = None
         try:
             yield
         finally:
-            self._num_requests -= 1
-            self._num_tokens -= num_tokens
-            self._num_blocks -= num_blocks
+            self._drop(number)
 
-    def state(self, overlap_blocks: int, weight: float) -> ReplicaState:
-        """Returns the replica's state for the routing policy."""
-        free_blocks = self._in_keyed_blocks(self.report.num_free_blocks)
-        num_blocks = self.num_blocks
-        return ReplicaState(
-            replica_id=self._info.worker_id,
-            num_requests=self._num_requests_there,
-            num_queued_tokens=max(self.report.num_queued_tokens, self._num_tokens),
-            num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
+    def candidate(self, weight: float) -> Candidate:
+        """Returns what the routing policy compares.
+
+        Args:
+            weight: the share of the load that the replica should get.
+        """
+        self._drop_expired(self._clock())
+        if self._candidate is None or self._candidate.weight != weight:
+            self._candidate = self._make_candidate(weight)
+        return self._candidate
+
+    def _make_candidate(self, weight: float) -> Candidate:
+        report, info = self.report, self._info
+        bytes_per_s = report.load_bytes_per_s or _DEFAULT_LOAD_BYTES_PER_S
+        num_blocks, on_way = self.num_blocks, self._on_way_sum
+        return Candidate(
+            replica_id=info.worker_id,
+            address=self._address,
+            num_requests=self._num_requests,
+            num_seats=max(info.max_num_seqs, 1),
+            num_queued_tokens=report.num_queued_tokens + on_way.num_tokens,
+            queue_s=self.backlog_s,
+            num_free_blocks=self._num_free_blocks,
             num_blocks=num_blocks,
-            overlap_blocks=overlap_blocks,
+            cached_share=report.num_cached_blocks / max(report.num_blocks, 1),
+            prompt_token_s=report.prompt_token_s,
+            decode_step_s=report.decode_step_s,
+            load_token_s=info.kv_bytes_per_token / bytes_per_s,
+            store_ids=tuple(report.kv_store_ids),
             weight=weight,
         )
 
     @property
-    def _num_requests_there(self) -> int:
-        """Requests that it has, of all routers."""
-        return max(self.report.num_running + self.report.num_waiting, self._num_requests)
+    def _num_free_blocks(self) -> int:
+        """Blocks, of the size that block keys stand for, that no request holds or will fill."""
+        on_way = self._on_way_sum.num_blocks
+        reported = self._in_keyed_blocks(self.report.num_free_blocks) - on_way
+        # Requests that wait in the worker hold no blocks yet, but will.
+        return max(min(reported, self.num_blocks - self._live_sum.num_blocks), 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in its pool, of the size that block keys stand for."""
+        return self._in_keyed_blocks(self._info.num_blocks)
+
+    @property
+    def _num_requests(self) -> int:
+        """Requests that it has, of all routers. The own ones are known in any case."""
+        reported = self.report.num_running + self.report.num_waiting
+        return max(reported + self._on_way_sum.num_requests, self._live_sum.num_requests)
+
+    def _drop(self, number: int) -> None:
+        """Ends a request, unless its deadline has done so."""
+        if (dispatch := self._live.pop(number, None)) is not None:
+            self._live_sum.add(dispatch, -1)
+            self._candidate = None
+        if (dispatch := self._on_way.pop(number, None)) is not None:
+            self._on_way_sum.add(dispatch, -1)
+
+    def _drop_expired(self, now: float) -> None:
+        if now < self._next_deadline:
+            return
+        for number, dispatch in list(self._live.items()):
+            if dispatch.deadline <= now:
+                self._drop(number)
+        deadlines = (dispatch.deadline for dispatch in self._live.values())
+        self._next_deadline = min(deadlines, default=math.inf)
 
     def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
         """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
         return num_pool_blocks * self._info.pool_block_size // self._info.block_size
+
+
+class _FadingShare:
+    """The share of one count in another, both since a worker's start, of late."""
+
+    def __init__(self) -> None:
+        self._part = self._whole = 0.0
+        self._last = (0, 0)
+        self._last_at = 0.0
+        self._share = 0.0
+
+    def add(self, part: int, whole: int, now: float) -> float:
+        """Takes the counts of now; returns the share. It stays as it was while nothing counts."""
+        new_part, new_whole = part - self._last[0], whole - self._last[1]
+        if new_whole > 0:
+            kept = math.exp((self._last_at - now) / _HIT_MEMORY_S)
+            self._part = self._part * kept + new_part
+            self._whole = self._whole * kept + new_whole
+            self._share = self._part / self._whole
+            self._last_at, self._last = now, (part, whole)
+        return self._share
 
 
 def _has_grammar(spec: RequestSpec) -> bool:

@@ -25,9 +25,9 @@ import grpc
 from baton.common.errors import BatonError, FailedPreconditionError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.config.discovery import Discovery
 from router.fleet.replica import Capacity, Replica, ReplicaT, serves_in, tier_name
 from router.fleet.replica_set import watch_replicas
+from rpc.discovery.discovery import Discovery
 from rpc.errors import from_rpc_error
 from rpc.server_access import open_cluster_channel
 
@@ -60,7 +60,6 @@ class Tier(Generic[ReplicaT]):
         check: raises `FailedPreconditionError` for a replica that must not be used.
         on_change: called when a replica starts or stops taking requests.
         on_forget: called with the id of a worker that restarted or left.
-        dns_interval_s: time between two calls of `discovery`.
 
     Attributes:
         role: the role that its replicas have, or both roles.
@@ -78,7 +77,6 @@ class Tier(Generic[ReplicaT]):
         check: Callable[[Replica], None],
         on_change: Callable[[], None],
         on_forget: Callable[[str], None],
-        dns_interval_s: float,
     ) -> None:
         self.role = role
         self.name = tier_name(role)
@@ -89,8 +87,9 @@ class Tier(Generic[ReplicaT]):
         self._check = check
         self._on_change = on_change
         self._on_forget = on_forget
-        self._dns_interval_s = dns_interval_s
-        self._found: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+        self._listed = asyncio.Event()  # discovery may list other addresses
+        discovery.on_change(self._listed.set)
+        elsewhere.on_change(self._listed.set)
         self._sets: dict[str, frozenset[str]] = {}  # the workers of each replica set
         self._own: frozenset[str] = frozenset()
         self._addresses: frozenset[str] = frozenset()
@@ -120,37 +119,22 @@ class Tier(Generic[ReplicaT]):
         return {address: self._problems[address] for address in self._own & self._problems.keys()}
 
     async def run(self) -> None:
-        """Keeps replicas connected until cancelled. An unexpected failure of discovery is logged,
-        and the replicas known before it stay connected.
-        """
+        """Keeps replicas connected until cancelled."""
         try:
             while True:
-                is_known = await self._discover()
-                if is_known and self._discovery.is_static and self._elsewhere.is_static:
-                    await asyncio.Event().wait()
-                await asyncio.sleep(self._dns_interval_s)
+                self._listed.clear()
+                self._follow_all()
+                await self._listed.wait()
         finally:
             followers = list(self._followers.values())
             for follower in followers:
                 follower.cancel()
             await asyncio.gather(*followers, return_exceptions=True)
 
-    async def _discover(self) -> bool:
-        """Follows the addresses that discovery lists now; returns False if it failed."""
-        try:
-            own, others = await self._discovery.addresses(), await self._elsewhere.addresses()
-        except Exception:
-            _LOGGER.exception("%s tier: unexpected failure of discovery", self.name)
-            return False
-        self._found = own, others
-        self._follow_all()
-        return True
-
     def _follow_all(self) -> None:
         """Follows the addresses that discovery and replica sets list now."""
-        own, others = self._found
-        self._own = self._with_replicas(own)
-        self._addresses = self._own | self._with_replicas(others)
+        self._own = self._with_replicas(self._discovery.addresses)
+        self._addresses = self._own | self._with_replicas(self._elsewhere.addresses)
         for address in self._addresses - self._followers.keys():
             follower = _Follower(self.name, address, is_quiet=address not in self._own)
             self._followers[address] = asyncio.create_task(self._follow(follower))

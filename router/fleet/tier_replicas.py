@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Capacity, Replica
+from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error
 
 __all__ = ["DecodeReplica", "PrefillReplica"]
@@ -46,10 +47,18 @@ class PrefillReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security)
+        super().__init__(address, info, channel, security, index, on_space)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
+
+    @property
+    @override
+    def has_space(self) -> bool:
+        """Whether it has so few prompts to compute that it might soon lack some."""
+        return self._load.may_queue_prompt
 
     @override
     def _capacity(self) -> Capacity:
@@ -58,16 +67,25 @@ class PrefillReplica(Replica):
         return Capacity(min(info.max_model_len - 1, info.max_pool_tokens), info.max_num_seqs)
 
     async def prefill(
-        self, spec: RequestSpec, namespace: bytes
+        self,
+        spec: RequestSpec,
+        namespace: bytes,
+        prefix: prefill_pb2.KvHandoff | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Computes a prompt on the replica and yields its progress. The caller closes the
         generator, which cancels the call.
+
+        Args:
+            spec: the request.
+            namespace: digest that the router's block keys start from.
+            prefix: where leading blocks of the prompt are that another replica lends.
 
         Raises:
             ReplicaLostError: the replica was lost.
             BatonError: the replica answered with this error.
         """
-        message = prefill_pb2.PrefillRequest(spec=spec_to_proto(spec), namespace=namespace)
+        message = prefill_pb2.PrefillRequest(namespace=namespace, prefix=prefix)
+        spec_to_proto(spec, message.spec)
         call = self._stub.Prefill(
             message, timeout=spec.remaining_s(), metadata=self._security.call_metadata()
         )
@@ -153,8 +171,10 @@ class DecodeReplica(Replica):
         info: worker_pb2.GetInfoResponse,
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
+        index: CacheIndex,
+        on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security)
+        super().__init__(address, info, channel, security, index, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

@@ -18,6 +18,8 @@ __all__ = ["Acceptor"]
 _LOGGER = logging.getLogger("baton.http")
 _MAX_ACCEPTED = 64
 """The most connections that are accepted before the event loop does something else."""
+_MAX_LAST_ROUNDS = 64
+"""Rounds of accepting before the socket is closed: more than a full queue has."""
 _MAX_ENDED = 16
 _PAUSE_S = 0.25
 _LOG_INTERVAL_S = 60.0
@@ -65,13 +67,19 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Closes the socket. Idempotent."""
+        """Accepts the connections that wait, as the kernel resets those that are in the queue of a
+        socket, then closes it. Idempotent.
+        """
+        if self._listener.fileno() < 0:
+            return
+        for _ in range(_MAX_LAST_ROUNDS):
+            if self._pause is not None or not self._accept_some():
+                break
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
 
     async def wait_closed(self) -> None:
         """Ends the connections that have no protocol yet."""
@@ -80,17 +88,21 @@ class Acceptor:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
+        self._accept_some()
+
+    def _accept_some(self) -> bool:
+        """Accepts connections; returns whether more may wait."""
         room = 0
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                return False
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
                 self._pause_accepting(error)
-                return
+                return False
             if self._num_connections() + len(self._starting) >= self._max_connections:
                 room = room or self._new_room()
                 if not room:
@@ -98,6 +110,7 @@ class Acceptor:
                     continue
                 room -= 1
             self._start(connection)
+        return True
 
     def _new_room(self) -> int:
         """How many connections may take the places of others; the search costs milliseconds."""

@@ -6,7 +6,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +15,12 @@ from baton.common.errors import BatonError
 from baton.common.version import __version__
 from router.config.http import HttpConfig
 from router.http import anthropic, chat, completions, health, models, responses, tokens
-from router.http.endpoints import EndpointGroup, HttpContext
+from router.http.endpoints import EndpointGroup, HttpContext, ReadMetrics, no_metrics
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.load_check import LoadCheck
 from router.http.middleware import RequestMiddleware
 from router.models import Models
+from router.processes.counts import Accounts, LocalAccounts
 from router.tenants.tenants import Tenants
 from rpc.interceptors import CountCall
 
@@ -56,9 +56,10 @@ def build_app(
     served: Models,
     config: HttpConfig,
     tenants: Tenants,
-    metrics: CollectorRegistry | None = None,
+    read_metrics: ReadMetrics = no_metrics,
     admits_reader: Callable[[str | None], bool] = lambda header: True,
     count_call: CountCall = lambda status: None,
+    accounts: Accounts | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -66,9 +67,10 @@ def build_app(
         served: the models.
         config: the limits.
         tenants: the clients.
-        metrics: what `/metrics` shows; None shows nothing.
+        read_metrics: returns what `/metrics` shows.
         admits_reader: whether a reader with an authorization header may read them.
         count_call: called with the status of each answer.
+        accounts: where the ids of running requests are kept; None for this process.
     """
     app = _App(
         title="Baton",
@@ -79,7 +81,7 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.context = HttpContext(served, config, metrics or CollectorRegistry(), admits_reader)
+    app.state.context = HttpContext(served, config, read_metrics, admits_reader)
     for group in _GROUPS:
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
@@ -92,6 +94,7 @@ def build_app(
         max_request_bytes=config.max_request_bytes,
         body_timeout_s=config.body_timeout_s,
         error_body_of=_error_body_of,
+        running_ids=(accounts or LocalAccounts()).running_ids("http"),
     )
     if config.allowed_origins:
         _allow_origins(app, config)
@@ -106,7 +109,7 @@ def _allow_origins(app: FastAPI, config: HttpConfig) -> None:
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-baton-reason"),
     )
 
 

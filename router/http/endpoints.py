@@ -1,11 +1,10 @@
 """`HttpContext` and `EndpointGroup`: what endpoints share; their responses for OpenAPI."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.requests import Request
 
@@ -23,10 +22,12 @@ __all__ = [
     "STATUSES_WITHOUT_BODY",
     "EndpointGroup",
     "HttpContext",
+    "ReadMetrics",
     "context_of",
     "declared_responses",
     "json_object",
     "max_model_len",
+    "no_metrics",
 ]
 
 _STATUSES: Mapping[int, str] = {
@@ -38,10 +39,10 @@ _STATUSES: Mapping[int, str] = {
     409: "A running request has this request_id.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "Too many requests, or more than the client may use; see Retry-After.",
+    429: "More than the client may use; see Retry-After.",
     499: "The client has left.",
     500: "A bug; the log has its cause under the request's id.",
-    503: "No replica can take the request now; see Retry-After.",
+    503: "No replica can take the request now, or not in time; see Retry-After.",
     504: "The deadline passed.",
 }
 COMPLETION_FIELDS = ("id", "object", "model", "choices", "usage")
@@ -52,13 +53,26 @@ AUTHENTICATED_STATUSES = (401, 429, *STATUSES_WITHOUT_BODY)
 """Error statuses of endpoints without a body that need an API key."""
 
 
+ReadMetrics = Callable[[], Awaitable[bytes]]
+"""Returns metrics in Prometheus' text format.
+
+Raises:
+    UnavailableError: they cannot be read now.
+"""
+
+
+async def no_metrics() -> bytes:
+    """Returns no metrics."""
+    return b""
+
+
 class HttpContext:
     """The served models and the limits, for endpoints.
 
     Args:
         models: the served models.
         config: the limits.
-        metrics: what Prometheus reads.
+        read_metrics: returns what Prometheus reads.
         admits_reader: whether a reader with an authorization header may read them.
 
     Attributes:
@@ -69,12 +83,12 @@ class HttpContext:
         self,
         models: Models,
         config: HttpConfig,
-        metrics: CollectorRegistry,
+        read_metrics: ReadMetrics,
         admits_reader: Callable[[str | None], bool],
     ) -> None:
         self.models = models
         self.config = config
-        self.metrics = metrics
+        self.read_metrics = read_metrics
         self.admits_reader = admits_reader
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from baton.common.errors import BatonError, InvalidArgumentError, PromptTooLongError
+from baton.common.errors import BatonError, InvalidArgumentError, PromptTooLongError, Reason
 from baton.common.short_texts import cut_bytes, short_repr
 from router.http.json_bytes import json_response
 
@@ -47,13 +47,21 @@ _OF_CODE: Mapping[str, tuple[int, str, str | None]] = {
     "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
     "NOT_FOUND": (404, INVALID_REQUEST, "model_not_found"),
     "ALREADY_EXISTS": (409, INVALID_REQUEST, "request_id_in_use"),
-    "RESOURCE_EXHAUSTED": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "RESOURCE_EXHAUSTED": (503, "server_error", "overloaded"),
     "UNAVAILABLE": (503, "server_error", "service_unavailable"),
     "ABORTED": (503, "server_error", "aborted"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "deadline_exceeded"),
     "CANCELLED": (499, INVALID_REQUEST, "cancelled"),
 }
 """Status, type and code by the code of a `BatonError`; the other codes are bugs."""
+_OF_CLIENTS_LIMIT = (429, "rate_limit_error", "rate_limit_exceeded")
+_CLIENTS_LIMITS = frozenset(
+    {Reason.CLIENT_RATE, Reason.CLIENT_CONCURRENCY, Reason.ANSWER_TOO_LARGE}
+)
+"""Reasons of RESOURCE_EXHAUSTED that concern one client, whoever else calls. The others are limits
+of this cluster: another one may take the request.
+"""
+_REASON_HEADER = "x-baton-reason"
 _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
     404: ("there is no such path", "unknown_url"),
     405: ("the path does not allow this method", "method_not_supported"),
@@ -168,7 +176,8 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] = _NO_HEA
 
 
 def _of_baton_error(error: BatonError) -> Problem:
-    status, kind, code = _OF_CODE[error.code]
+    is_clients = error.reason in _CLIENTS_LIMITS
+    status, kind, code = _OF_CLIENTS_LIMIT if is_clients else _OF_CODE[error.code]
     param = _body_field(error.field) if error.field else None
     message = error.message
     if isinstance(error, PromptTooLongError):
@@ -193,10 +202,12 @@ def _context_text(error: PromptTooLongError) -> str:
 
 
 def _headers_of(error: BatonError) -> Mapping[str, str]:
+    reason = {_REASON_HEADER: error.reason.lower().replace("_", "-")}
     if error.retry_after_s is None:
-        return _HEADERS.get(error.code, _NO_HEADERS)
+        return {**_HEADERS.get(error.code, _NO_HEADERS), **reason}
     # OpenAI's and Anthropic's clients prefer the exact one.
     return {
+        **reason,
         "Retry-After": str(max(math.ceil(error.retry_after_s), 1)),
         "retry-after-ms": str(math.ceil(error.retry_after_s * 1000)),
     }

@@ -1,10 +1,8 @@
 """Whether the process lives, whether it can serve, and its metrics for Prometheus."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -95,5 +93,4 @@ async def metrics(request: Request) -> Response:
     context = context_of(request)
     if not context.admits_reader(request.headers.get("authorization")):
         return Response(status_code=401, headers={"WWW-Authenticate": CHALLENGE})
-    text = await asyncio.to_thread(generate_latest, context.metrics)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(await context.read_metrics(), media_type=CONTENT_TYPE_LATEST)

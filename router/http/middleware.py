@@ -20,9 +20,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
+from baton.common.request.slo import Slo
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
+from rpc.call_sessions import session_from
 from rpc.interceptors import CountCall
 from rpc.logs import CallInfo, log_fields, serving
 
@@ -54,6 +58,7 @@ class RequestMiddleware:
         body_timeout_s: how long a body may take.
         error_body_of: the shape of errors by path.
         count_call: called with the status of each answer.
+        running_ids: the ids of running requests.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class RequestMiddleware:
         body_timeout_s: float,
         error_body_of: Callable[[str], ErrorBody],
         count_call: CountCall,
+        running_ids: RunningIds,
     ) -> None:
         self._app = app
         self._tenants = tenants
@@ -72,7 +78,7 @@ class RequestMiddleware:
         self._body_timeout_s = body_timeout_s
         self._error_body_of = error_body_of
         self._count_call = count_call
-        self._running_ids: set[tuple[str, str]] = set()
+        self._running_ids = running_ids
         self._arriving_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,18 +121,20 @@ class RequestMiddleware:
         Raises:
             UnauthenticatedError: it has no valid credential.
             ResourceExhaustedError: a limit of the client is reached.
+            InvalidArgumentError: a header with an objective is bad.
         """
         tenant = self._tenants.find(_credentials_of(scope))
         with tenant.running():
             call.info.caller = tenant
-            if (tenant.name, call.request_id) in self._running_ids:
+            call.info.slo = Slo.from_headers(scope["headers"])
+            if not self._running_ids.begin(tenant.name, call.request_id):
                 call.lengthen_id()
-            key = (tenant.name, call.request_id)
-            self._running_ids.add(key)
+                return await self._serve(scope, receive, call, tenant.name)
+            noted_id = call.request_id
             try:
                 return await self._serve(scope, receive, call, tenant.name)
             finally:
-                self._running_ids.discard(key)
+                self._running_ids.end(tenant.name, noted_id)
 
     async def _serve(
         self, scope: Scope, receive: Receive, call: "_Call", client: str
@@ -181,18 +189,21 @@ class RequestMiddleware:
             counted.add(len(part))
             if len(body) > self._max_request_bytes:
                 return self._too_large()
-            if self._has_too_much(counted.client):
-                return _closing(503, "too many large bodies arrive at once; try again")
+            if (problem := self._problem_of_sizes(counted.client)) is not None:
+                return problem
         return bytes(body)
 
-    def _has_too_much(self, client: str) -> bool:
-        """Whether the bodies that arrive are too large together, all or those of a client."""
+    def _problem_of_sizes(self, client: str) -> Problem | None:
+        """Why a body is not read on: those that arrive are too large together, the client's or
+        all.
+        """
         own = self._arriving_bytes[client] if client else 0
         largest = self._max_request_bytes
-        return (
-            own > _MAX_BODIES_OF_TENANT * largest
-            or self._arriving_bytes.total() > _MAX_BODIES * largest
-        )
+        if own > _MAX_BODIES_OF_TENANT * largest:
+            return _too_many_bodies("of this client ", Reason.CLIENT_CONCURRENCY)
+        if self._arriving_bytes.total() > _MAX_BODIES * largest:
+            return _too_many_bodies("", Reason.ROUTER_FULL)
+        return None
 
     def _too_large(self) -> Problem:
         return _closing(413, f"the body has more than {self._max_request_bytes} bytes")
@@ -202,6 +213,12 @@ def _closing(status: int, message: str) -> Problem:
     """A problem after which the connection cannot be used: the body was not read to its end."""
     headers = _CLOSE | ({"Retry-After": "1"} if status == 503 else {})
     return http_problem(status, message, headers)
+
+
+def _too_many_bodies(whose: str, reason: Reason) -> Problem:
+    message = f"too many large bodies {whose}arrive at once; try again"
+    problem = problem_of(ResourceExhaustedError(message, reason=reason), "")
+    return replace(problem, headers={**problem.headers, **_CLOSE})
 
 
 def _has_large_body(scope: Scope) -> bool:
@@ -285,7 +302,7 @@ class _Call:
         self.is_body_read = False
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self._echoed_id = given if _FIT_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        self.info = CallInfo(trace=_trace_of(scope))
+        self.info = CallInfo(trace=_trace_of(scope), session=_session_of(scope))
         self._set_id(self._echoed_id.decode())
 
     def lengthen_id(self) -> None:
@@ -332,6 +349,12 @@ def _credentials_of(scope: Scope) -> Sequence[str]:
         if name in (b"authorization", b"x-api-key"):
             given.setdefault(name, value.decode("latin-1"))
     return credentials_of(given.get(b"authorization"), given.get(b"x-api-key"))
+
+
+def _session_of(scope: Scope) -> str:
+    """The session that the headers name."""
+    headers = [(name, value) for name, value in scope["headers"] if name.startswith(b"x-")]
+    return session_from((name.decode("latin-1"), value) for name, value in headers)
 
 
 def _trace_of(scope: Scope) -> TraceContext | None:

@@ -43,18 +43,25 @@ class HttpServer:
         app: the application.
         config: the address and the limits.
         context: for TLS; None for plain text.
+        shares_port: whether other processes may listen at the port too.
 
     Attributes:
         port: the bound port, once listening.
     """
 
     def __init__(
-        self, app: FastAPI, config: HttpConfig, context: ssl.SSLContext | None = None
+        self,
+        app: FastAPI,
+        config: HttpConfig,
+        context: ssl.SSLContext | None = None,
+        *,
+        shares_port: bool = False,
     ) -> None:
         self.port = 0
         self._app = app
         self._config = config
         self._context = context
+        self._shares_port = shares_port
         self._sockets: list[socket.socket] = []
         self._task: asyncio.Task[None] | None = None
         self._protocol = limited_protocol(config)
@@ -87,7 +94,7 @@ class HttpServer:
             ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
         assert self._config.port is not None, "a router without HTTP has no server"
-        self._sockets = _bound_sockets(self._config.host, self._config.port)
+        self._sockets = _bound_sockets(self._config.host, self._config.port, self._shares_port)
         self.port = self._sockets[0].getsockname()[1]
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
@@ -196,14 +203,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bound_sockets(host: str, port: int) -> list[socket.socket]:
+def _bound_sockets(host: str, port: int, shares_port: bool) -> list[socket.socket]:
     """Sockets that listen at an address.
 
     Raises:
         ConfigurationError: the address is in use, or not one of this machine.
     """
     try:
-        return open_listeners(host, port, _BACKLOG)
+        return open_listeners(host, port, _BACKLOG, shares_port=shares_port)
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"cannot listen on {join_host_port(host, port)}: "

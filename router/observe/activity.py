@@ -5,16 +5,17 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.common.errors import AlreadyExistsError, BatonError, InvalidArgumentError, NotFoundError
 from router.observe.request_record import RequestRecord
 
-__all__ = ["Activity", "RecentTimes", "RequestError"]
+__all__ = ["MAX_ERRORS", "Activity", "RecentTimes", "RequestError"]
 
-_MAX_ERRORS = 20
+MAX_ERRORS = 20
+"""The last errors that are kept."""
 _MAX_TIMES = 1000
 _WINDOW_S = 60.0
 _MAX_MESSAGE_CHARS = 256
@@ -54,6 +55,14 @@ class RecentTimes:
     p50_ms: float = 0.0
     p99_ms: float = 0.0
 
+    @classmethod
+    def of(cls, times_ms: Iterable[float]) -> "RecentTimes":
+        """Returns the summary of times, in any order."""
+        times = sorted(times_ms)
+        if not times:
+            return cls()
+        return cls(len(times), _quantile(times, 0.5), _quantile(times, 0.99))
+
 
 class Activity:
     """Keeps the errors of requests, and the times of the last minute.
@@ -69,7 +78,7 @@ class Activity:
         self.failed: Counter[str] = Counter()
         self._clock = clock
         self._started_at = clock()
-        self._errors: deque[RequestError] = deque(maxlen=_MAX_ERRORS)
+        self._errors: deque[RequestError] = deque(maxlen=MAX_ERRORS)
         self._first_token = _RecentTimes(clock)
         self._token = _RecentTimes(clock)
 
@@ -84,14 +93,14 @@ class Activity:
         return list(reversed(self._errors))
 
     @property
-    def first_token(self) -> RecentTimes:
-        """From arrival to the first token."""
-        return self._first_token.summary()
+    def first_token_ms(self) -> Sequence[float]:
+        """Times of the last minute, from arrival to the first token."""
+        return self._first_token.recent()
 
     @property
-    def token(self) -> RecentTimes:
-        """Between two tokens, on average over each request."""
-        return self._token.summary()
+    def token_ms(self) -> Sequence[float]:
+        """Times of the last minute between two tokens, on average over each request."""
+        return self._token.recent()
 
     @contextmanager
     def watching(self, request_id: str) -> Iterator[None]:
@@ -135,12 +144,9 @@ class _RecentTimes:
     def add(self, time_ms: float) -> None:
         self._times.append((self._clock(), time_ms))
 
-    def summary(self) -> RecentTimes:
+    def recent(self) -> Sequence[float]:
         oldest = self._clock() - _WINDOW_S
-        times = sorted(time_ms for at, time_ms in self._times if at >= oldest)
-        if not times:
-            return RecentTimes()
-        return RecentTimes(len(times), _quantile(times, 0.5), _quantile(times, 0.99))
+        return [time_ms for at, time_ms in self._times if at >= oldest]
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

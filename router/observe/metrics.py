@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
 from router.observe.request_record import Attempt, RequestRecord
 
-__all__ = ["METRICS", "FleetCounts", "RouterMetrics"]
+__all__ = ["METRICS", "CacheCounts", "FleetCounts", "ReplicaGauges", "RouterMetrics"]
 
 _MODEL = {"model": None}
 _MODEL_AND_TENANT = {"model": None, "tenant": None}
@@ -18,7 +18,11 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
-REFUSALS = ("credentials", "permission", "concurrency", "request_rate", "token_rate", "overload")
+REFUSALS = (
+    *("credentials", "permission", "concurrency", "request_rate", "token_rate"),
+    *("overload", "slo_ttft", "slo_tpot"),
+)
+_REPLICA = {"model": None, "tier": _TIERS, "replica": None}
 """Reasons of `baton_router_refused_calls`."""
 
 # Names of counters lack the suffix `_total`, which Prometheus adds.
@@ -70,14 +74,51 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_attempts": MetricInfo(
         "counter", "Calls of workers for requests, by result.", {"tier": _TIERS, "result": None}
     ),
+    "baton_router_prefix_pulls": MetricInfo(
+        "counter",
+        "Workers asked to lend the beginning of a prompt to another one.",
+        {"tier": _TIERS, "result": ("lent", "not lent")},
+    ),
     "baton_router_resumes": MetricInfo(
         "counter", "Requests that continued on another decode replica.", _MODEL
     ),
     "baton_router_replicas": MetricInfo(
-        "gauge", "Replicas by state.", {"model": None, "tier": _TIERS, "state": _STATES}
+        "gauge",
+        "Replicas by state.",
+        {"model": None, "tier": _TIERS, "state": _STATES},
+        across="max",
+    ),
+    "baton_router_replica_backlog_seconds": MetricInfo(
+        "gauge", "Prompt work that a replica has still to do.", _REPLICA, across="max"
+    ),
+    "baton_router_replica_hit_ratio": MetricInfo(
+        "gauge",
+        "Share of prompt tokens that a replica has found in its prefix cache lately.",
+        _REPLICA,
+        across="max",
+    ),
+    "baton_router_cached_blocks": MetricInfo(
+        "gauge",
+        "KV blocks in a replica's prefix cache, as the router believes and as the replica says.",
+        _REPLICA | {"source": ("believed", "held")},
+        across="max",
+    ),
+    "baton_router_kv_events_absent": MetricInfo(
+        "gauge",
+        "Whether the router does not learn what is in a replica's prefix cache: 1 or 0.",
+        _REPLICA,
+        across="max",
+    ),
+    "baton_router_kv_events_staleness_seconds": MetricInfo(
+        "gauge",
+        "For how long an event of a replica is known that has not arrived.",
+        _REPLICA,
+        across="max",
     ),
     "baton_router_stream_pause_seconds": MetricInfo(
-        "gauge", "How long streams pause after a message, because the event loop is late."
+        "gauge",
+        "How long streams pause after a message, because the event loop is late.",
+        across="max",
     ),
     "baton_router_refused_calls": MetricInfo(
         "counter",
@@ -111,6 +152,58 @@ class FleetCounts:
     ejected: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """What a router knows of the prefix cache of one replica.
+
+    Attributes:
+        model: the model's name.
+        tier: prefill or decode.
+        replica: the replica's address.
+        believed: KV blocks in it by the replica's events.
+        held: the number that the replica reports.
+        lacks_events: whether its events are absent; then only prompts that were sent there count.
+        staleness_s: for how long an event is known that has not arrived.
+    """
+
+    model: str
+    tier: str
+    replica: str
+    believed: int
+    held: int
+    lacks_events: bool
+    staleness_s: float
+
+    def series(self) -> dict[Series, float]:
+        """Returns the values of its metrics."""
+        replica = self.model, self.tier, self.replica
+        return {
+            ("baton_router_cached_blocks", *replica, "believed"): self.believed,
+            ("baton_router_cached_blocks", *replica, "held"): self.held,
+            ("baton_router_kv_events_absent", *replica): self.lacks_events,
+            ("baton_router_kv_events_staleness_seconds", *replica): self.staleness_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGauges:
+    """What is known of a connected replica.
+
+    Attributes:
+        model: the model's name.
+        tier: prefill or decode.
+        replica: its `host:port`.
+        backlog_s: seconds of prompt work that it has still to do.
+        hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
+    """
+
+    model: str
+    tier: str
+    replica: str
+    backlog_s: float
+    hit_rate: float
+
+
 class RouterMetrics:
     """Counts for one router. Implements `baton.common.observe.metrics.MetricsSource`.
 
@@ -119,6 +212,8 @@ class RouterMetrics:
         read_running: returns the number of running requests.
         read_pause_s: returns how long streams pause.
         read_fleets: returns the number of replicas.
+        read_replicas: returns the gauges of the connected replicas.
+        read_caches: returns what is known of the replicas' prefix caches.
         read_waiting: returns the number of waiting requests by model.
     """
 
@@ -127,6 +222,8 @@ class RouterMetrics:
         self.read_running: Callable[[], int] = int
         self.read_pause_s: Callable[[], float] = float
         self.read_fleets: Callable[[], Iterable[FleetCounts]] = tuple
+        self.read_replicas: Callable[[], Iterable[ReplicaGauges]] = tuple
+        self.read_caches: Callable[[], Iterable[CacheCounts]] = tuple
         self.read_waiting: Callable[[], Mapping[str, int]] = dict
         self._metrics = Metrics(METRICS)
 
@@ -168,6 +265,12 @@ class RouterMetrics:
             for state in _STATES:
                 series = ("baton_router_replicas", counts.model, counts.tier, state)
                 read[series] = getattr(counts, state)
+        for gauges in self.read_replicas():
+            labels = gauges.model, gauges.tier, gauges.replica
+            read["baton_router_replica_backlog_seconds", *labels] = gauges.backlog_s
+            read["baton_router_replica_hit_ratio", *labels] = gauges.hit_rate
+        for cache in self.read_caches():
+            read |= cache.series()
         return Snapshot(values | read, histograms)
 
     def _count_tokens(self, record: RequestRecord) -> None:
@@ -194,6 +297,9 @@ class RouterMetrics:
 
     def _count_attempt(self, attempt: Attempt) -> None:
         self._metrics.add("baton_router_attempts", 1, attempt.tier, attempt.error or "ok")
+        if attempt.pulled_from:
+            result = "lent" if attempt.pulled_tokens else "not lent"
+            self._metrics.add("baton_router_prefix_pulls", 1, attempt.tier, result)
         for stage in _STAGES[:-1]:
             duration_ms = getattr(attempt.timings, f"{stage}_ms")
             if duration_ms:

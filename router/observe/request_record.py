@@ -14,6 +14,8 @@ from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.common.request.answer import CandidateOutput, TokenCounts
 from baton.common.request.results import STAGES, Timings
 from baton.common.request.sampling_params import SamplingParams
+from router.routing.costs import PrefillPlaces
+from router.routing.policy import Choice
 
 __all__ = ["Attempt", "RequestRecord"]
 
@@ -41,6 +43,11 @@ class Attempt:
         timings: the worker's own times.
         cached_tokens: prompt tokens whose KV the worker found or loaded.
         error: the status name of the error that ended it; empty without one.
+        choice: why the worker was chosen; None if it was not chosen by costs.
+        pulled_from: `host:port` of the worker that was asked to lend the prompt's beginning; empty
+            if none was.
+        asked_s: seconds until it answered, before the call of the worker began.
+        pulled_tokens: tokens that it lent; 0 if it lent none.
     """
 
     tier: str
@@ -53,6 +60,10 @@ class Attempt:
     timings: Timings = field(default_factory=Timings)
     cached_tokens: int = 0
     error: str = ""
+    choice: Choice | None = None
+    pulled_from: str = ""
+    asked_s: float = 0.0
+    pulled_tokens: int = 0
 
     def take(self, output: CandidateOutput) -> None:
         """Notes the times of an output; later ones of decode have nothing new."""
@@ -73,6 +84,8 @@ class RequestRecord:
         model: the model's name.
         operation: text_completion or chat.
         tenant: the client's name; empty if clients have none.
+        session: what the conversation is known by that it belongs to (`router.routing.sessions`);
+            empty if the client names none.
         traceparent: the client's span; empty if it sent none.
         trace: the request's own span; None if this router sends no spans.
         parent_span_id: the client's span; empty if the request begins the trace.
@@ -89,12 +102,15 @@ class RequestRecord:
         error: the status name of the error that ended it; empty without one.
         attempts: its calls of workers, in order.
         waits: when it waited for a replica: starts and ends, in order.
+        choices: by tier, why the replica of the next attempt was chosen.
+        places: what its prompt cost on decode and on prefill; None if they were not compared.
     """
 
     request_id: str = ""
     model: str = ""
     operation: str = "text_completion"
     tenant: str = ""
+    session: bytes = b""
     traceparent: str = ""
     trace: TraceContext | None = None
     parent_span_id: str = ""
@@ -111,6 +127,8 @@ class RequestRecord:
     error: str = ""
     attempts: list[Attempt] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    places: PrefillPlaces | None = None
 
     @property
     def wait_s(self) -> float:
@@ -205,7 +223,10 @@ class RequestRecord:
         """
         trace = self.trace.child() if self.trace else None
         traceparent = trace.header if trace else self.traceparent
-        attempt = Attempt(tier=tier, where=where, traceparent=traceparent, trace=trace)
+        choice = self.choices.pop(tier, None)
+        attempt = Attempt(
+            tier=tier, where=where, traceparent=traceparent, trace=trace, choice=choice
+        )
         self.attempts.append(attempt)
         try:
             yield attempt

@@ -73,14 +73,17 @@ def _routing(record: RequestRecord, start: float, end: float) -> Iterator[_Part]
 
 def _parts_of(attempt: Attempt, num_prompt: int) -> Iterator[_Part]:
     ended_at = attempt.ended_at or attempt.started_at
+    called_at = attempt.started_at + attempt.asked_s
+    if attempt.pulled_from:
+        yield "ask for prefix", attempt.pulled_from, attempt.started_at, called_at
     if attempt.first_output_at is None:
         result = "cancelled" if attempt.error == "CANCELLED" else "failed"
-        yield f"{attempt.tier} {result}", attempt.where, attempt.started_at, ended_at
+        yield f"{attempt.tier} {result}", attempt.where, called_at, ended_at
         return
-    call_s = attempt.first_output_at - attempt.started_at
+    call_s = attempt.first_output_at - called_at
     worker = list(_worker_stages(attempt, num_prompt, call_s))
     rest_s = max(call_s - sum(duration_s for _, duration_s in worker), 0.0)
-    moment = attempt.started_at
+    moment = called_at
     for name, duration_s in (("rpc", rest_s / 2), *worker, ("rpc", rest_s / 2)):
         yield name, attempt.where, moment, moment + duration_s
         moment += duration_s
@@ -145,9 +148,20 @@ def _span_of_attempt(
             parent_id=parent_id,
             start=attempt.started_at,
             end=attempt.ended_at or ended_at,
-            attributes={"baton.attempt": number, "server.address": attempt.where},
+            attributes=_attempt_attributes(number, attempt),
             error=attempt.error,
         )
+
+
+def _attempt_attributes(number: int, attempt: Attempt) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        "baton.attempt": number,
+        "server.address": attempt.where,
+    }
+    if attempt.pulled_from:
+        attributes["baton.pulled_from"] = attempt.pulled_from
+        attributes["baton.pulled_tokens"] = attempt.pulled_tokens
+    return attributes
 
 
 def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:

@@ -14,6 +14,7 @@ from baton.common.request.request_spec import (
 )
 from baton.common.request.sampling_params import SamplingParams
 from kvstore.block_key import BlockKeyChain
+from router.fleet.fair_shares import Share
 from router.fleet.served_model import RequestLimits, ServedModel
 from router.observe.request_record import RequestRecord
 from router.requests.input_threads import MAX_INLINE_LENGTH, call_by_length
@@ -46,6 +47,7 @@ class RoutedRequest:
         block_keys: keys of the prompt's full blocks.
         block_size: tokens per block key.
         record: the request's times, which grow with its attempts.
+        share: what it takes of its tenant's share.
     """
 
     spec: RequestSpec
@@ -53,6 +55,7 @@ class RoutedRequest:
     block_keys: Sequence[bytes]
     block_size: int
     record: RequestRecord = field(default_factory=RequestRecord)
+    share: Share = field(default_factory=Share)
 
     @property
     def num_prompt_tokens(self) -> int:

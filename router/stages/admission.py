@@ -1,7 +1,7 @@
 """The limits of requests: `Entrance` of those in preparation, `Admission` of running ones."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -12,6 +12,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from router.config.router import MAX_WAITING
+from router.processes.counts import Accounts, LocalAccount, LocalAccounts
 
 __all__ = ["Admission", "Entrance", "Turns"]
 
@@ -20,6 +21,12 @@ _RUNNING_AT_ONCE = 2
 """
 _MAX_TOKENIZING = 256
 _RETRY_AFTER_S = 1.0
+_TENANT_SHARE = 4
+"""A tenant may have this many times the free places, and its weight more: alone it gets four fifths
+of them, and one that has few requests finds a place however many others have. The rule is that of
+A. K. Choudhury and E. L. Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
+Switches", IEEE/ACM Transactions on Networking 6 (2), 1998.
+"""
 _MAX_PER_ROUND = 4
 """Parsing, tokenizing and sending one request takes a few milliseconds."""
 
@@ -67,7 +74,8 @@ class Admission:
 
     Args:
         max_requests: the most that run or wait at once; None for as many as the replicas run,
-            and `router.config.router.MAX_WAITING` that wait.
+            and `router.config.router.MAX_WAITING` that wait, in each process of the router.
+        accounts: where running requests are counted; None for this process.
 
     Attributes:
         read_num_seats: returns how many requests the replicas run at once.
@@ -75,12 +83,16 @@ class Admission:
         tokenizing: turns of calls that want tokens, or their text, and nothing else.
     """
 
-    def __init__(self, max_requests: int | None = None) -> None:
+    def __init__(self, max_requests: int | None = None, accounts: Accounts | None = None) -> None:
+        accounts = accounts or LocalAccounts()
         self.read_num_seats: Callable[[], int] = int
         self.rendering = Turns("a chat template", max_requests or MAX_WAITING)
         self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
-        self._running: set[tuple[str, str]] = set()
+        self._ids = accounts.running_ids("request")
+        is_limited = max_requests is not None
+        self._total = accounts.account("requests", "") if is_limited else LocalAccount()
+        self._by_client: Counter[str] = Counter()
 
     @property
     def max_requests(self) -> int:
@@ -91,36 +103,65 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Number of running requests."""
-        return len(self._running)
+        """Number of requests that run in this process."""
+        return self._by_client.total()
 
     @contextmanager
-    def admit(self, request_id: str, client: str = "") -> Iterator[None]:
+    def admit(self, request_id: str, client: str = "", weight: int = 1) -> Iterator[None]:
         """Counts a request as running while the context lasts.
 
         Args:
             request_id: the client's name for the request.
-            client: the client's name; each has ids of its own.
+            client: the client's name; each has ids of its own. Empty for a router that asks for no
+                names.
+            weight: the client's.
 
         Raises:
             AlreadyExistsError: a request with that id is running.
-            ResourceExhaustedError: `max_requests` are running.
+            ResourceExhaustedError: `max_requests` are running, or so many that the rest is for
+                other clients.
         """
-        key = (client, request_id)
-        if key in self._running:
+        if not self._ids.begin(client, request_id):
             raise AlreadyExistsError.for_request_id(request_id)
-        if len(self._running) >= self.max_requests:
-            raise ResourceExhaustedError(
-                f"{self.max_requests} requests are running, the most this router takes "
-                "(--max-concurrent-requests)",
-                _RETRY_AFTER_S,
-                reason=Reason.ROUTER_FULL,
-            )
-        self._running.add(key)
+        try:
+            with self._counted(client, weight):
+                yield
+        finally:
+            self._ids.end(client, request_id)
+
+    @contextmanager
+    def _counted(self, client: str, weight: int) -> Iterator[None]:
+        """Counts a request, if there is room for it."""
+        with self._total.open() as counts:
+            if not counts.has_room(1, self.max_requests):
+                raise ResourceExhaustedError(
+                    f"{self.max_requests} requests are running, the most this router takes "
+                    "(--max-concurrent-requests)",
+                    _RETRY_AFTER_S,
+                    reason=Reason.ROUTER_FULL,
+                )
+            self._check_client(client, weight, self.max_requests - counts.num_running)
+            counts.add_running(1)
+        self._by_client[client] += 1
         try:
             yield
         finally:
-            self._running.discard(key)
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
+            with self._total.open() as counts:
+                counts.add_running(-1)
+
+    def _check_client(self, client: str, weight: int, num_free: int) -> None:
+        """Refuses a request of a client that has so many that others would find no place."""
+        num_own = self._by_client[client]
+        if client and num_own >= _TENANT_SHARE * weight * num_free:
+            raise ResourceExhaustedError(
+                f"{num_own} requests of this client are running, and the other {num_free} places "
+                "are for other clients (--max-concurrent-requests)",
+                _RETRY_AFTER_S,
+                reason=Reason.ROUTER_FULL,
+            )
 
 
 class Entrance:

@@ -1,7 +1,11 @@
 """`Backlog`: how long new requests of a model take, judged by those before them. Pure.
 
 A request that cannot end by its deadline is refused before it costs anything, so that the work
-of the workers is for requests whose clients still wait for them.
+of the workers is for requests whose clients still wait for them. The same holds for one that would
+not meet its objectives (`Slo`).
+
+Tenants take turns (`router.fleet.fair_shares`), so that a request has fewer others before it if
+its tenant has few. That is why a tenant which sends too much is refused, and others are not.
 """
 
 import math
@@ -11,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton.common.errors import Reason, ResourceExhaustedError
+from baton.common.request.slo import NO_SLO, TPOT_HEADER, TTFT_HEADER, Slo
+from router.fleet.fair_shares import Share
 
 __all__ = ["Backlog", "Place"]
 
@@ -28,6 +34,11 @@ many as there were, their time grows with their number.
 _MAX_PATIENCE_S = 10.0
 """For as long, or as long as a request takes, an estimate holds of which nothing new is heard."""
 _MIN_RETRY_AFTER_S = 1.0
+_MAX_RETRY_AFTER_S = 60.0
+"""Official clients of OpenAI and Anthropic ignore a longer time, and come back at once."""
+_USUAL_TOKENS = 128
+"""The tokens of an answer while nothing is known."""
+_ANYBODY = Share()
 _MAX_GRAMMARS = 1024
 
 
@@ -56,17 +67,25 @@ class Place:
     Args:
         num_ahead: how many requests were there before it that are as urgent.
         entered_at: when it came.
+        priority: the request's.
+        share: what it takes of its tenant's share.
 
     Attributes:
+        has_first_token: whether the first token has come.
         begun_at: when decode sent its first output; None until then.
         grammar: the key of its structured outputs, empty without any.
         num_tokens: those that it has, of one candidate.
         send_wait_s: how long it waited for its client to take them.
     """
 
-    def __init__(self, num_ahead: int, entered_at: float) -> None:
+    def __init__(
+        self, num_ahead: float, entered_at: float, priority: int = 0, share: Share = _ANYBODY
+    ) -> None:
         self.num_ahead = num_ahead
         self.entered_at = entered_at
+        self.priority = priority
+        self.share = share
+        self.has_first_token = False
         self.begun_at: float | None = None
         self.grammar = b""
         self.num_tokens = 0.0
@@ -96,48 +115,77 @@ class Backlog:
         self._num_seats = num_seats
         self._num_entering = num_entering
         self._clock = clock
-        self._running: Counter[int] = Counter()  # by priority
+        self._begun: Counter[int] = Counter()  # by priority
+        self._waiting = _WaitingCounts()
         self._grammars = OrderedDict.fromkeys([b""])  # with which requests have begun
+        self._first_s = _FadingMean()
         self._wait_s = _FadingMean()
         self._ahead = _FadingMean()
         self._token_s = _FadingMean()
         self._num_tokens = _FadingMean()
+        self._next_return_at = -math.inf
 
     @contextmanager
-    def place(self, priority: int) -> Iterator[Place]:
+    def place(self, priority: int, share: Share = _ANYBODY) -> Iterator[Place]:
         """Counts a request while the context is open.
 
         Args:
             priority: the request's; the least is the most urgent.
+            share: names its tenant.
         """
-        place = Place(self._num_ahead(priority), self._clock())
-        self._running[priority] += 1
+        place = Place(self._num_ahead(priority, share), self._clock(), priority, share)
+        self._waiting.add(priority, share, 1)
         try:
             yield place
         finally:
-            self._running[priority] -= 1
-            if not self._running[priority]:
-                del self._running[priority]
+            if place.begun_at is None:
+                self._waiting.add(priority, share, -1)
+            else:
+                self._begun[priority] -= 1
+                if not self._begun[priority]:
+                    del self._begun[priority]
             self._learn_from(place)
+
+    def note_first_token(self, place: Place) -> None:
+        """Notes that prefill or decode has sent the first token of a request; later calls change
+        nothing.
+        """
+        if not place.has_first_token:
+            place.has_first_token = True
+            self._add_first(place, self._clock())
 
     def begin(self, place: Place) -> None:
         """Notes that decode has sent the first output of a request; later calls change nothing."""
         if place.begun_at is None:
+            self.note_first_token(place)
             place.begun_at = self._clock()
+            self._waiting.add(place.priority, place.share, -1)
+            self._begun[place.priority] += 1
             self._add_wait(place, place.begun_at)
             self._grammars[place.grammar] = None
             self._grammars.move_to_end(place.grammar)
             if len(self._grammars) > _MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
 
-    def expected_s(self, priority: int, max_tokens: int | None = None) -> float:
+    def expected_tokens(self, max_tokens: int) -> float:
+        """The tokens that a new answer will probably have.
+
+        Args:
+            max_tokens: the most tokens that it gets.
+        """
+        return min(self._num_tokens.value or _USUAL_TOKENS, max_tokens)
+
+    def expected_s(
+        self, priority: int, max_tokens: int | None = None, share: Share = _ANYBODY
+    ) -> float:
         """Seconds that a new request will probably take; 0 if nothing is known.
 
         Args:
             priority: the request's.
             max_tokens: the most tokens that it gets; None if that is not known.
+            share: names its tenant.
         """
-        return self._expected_s(self._num_ahead(priority) + self._num_entering(), max_tokens)
+        return self._scaled(self._usual_s(max_tokens), self._num_before(priority, share))
 
     def check(
         self,
@@ -146,27 +194,63 @@ class Backlog:
         max_tokens: int | None = None,
         *,
         is_deadline_stated: bool = True,
+        share: Share = _ANYBODY,
+        slo: Slo = NO_SLO,
     ) -> None:
-        """Refuses a request that would probably not end by its deadline.
+        """Refuses a request that would probably not end by its deadline, or not meet its
+        objectives.
 
         Args:
             priority: the request's.
             left_s: seconds until its deadline.
             max_tokens: as `expected_s` takes it.
             is_deadline_stated: whether the deadline is the client's and not the router's default.
+            share: names its tenant.
+            slo: its objectives.
 
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        expected_s = self.expected_s(priority, max_tokens)
+        num_before = self._num_before(priority, share)
+        expected_s = self._scaled(self._usual_s(max_tokens), num_before)
         safety = _SAFETY + self._waiting_share() if is_deadline_stated else 1.0
         excess_s = safety * expected_s - left_s
         if excess_s > 0:
             raise ResourceExhaustedError(
                 f"requests like this one take about {expected_s:.1f} s now, too long for its "
                 f"deadline in {left_s:.1f} s",
-                max(excess_s, _MIN_RETRY_AFTER_S),
+                self._retry_after_s(excess_s),
                 reason=Reason.OVERLOADED,
+            )
+        if slo.ttft_s is not None:
+            self._check_ttft(slo.ttft_s, num_before)
+        if slo.tpot_s is not None:
+            self._check_tpot(slo.tpot_s, num_before)
+
+    def _check_ttft(self, ttft_s: float, num_before: float) -> None:
+        """The time to the first token is known well while there are free seats, and is a wait else,
+        as in `check`.
+        """
+        expected_s = self._scaled(self._faded(self._first_s), num_before)
+        safety = _SAFETY + (num_before >= self._num_seats())
+        if safety * expected_s > ttft_s:
+            raise ResourceExhaustedError(
+                f"first tokens take about {expected_s:.3f} s now, too long for {TTFT_HEADER} "
+                f"{1000 * ttft_s:g}",
+                self._retry_after_s(safety * expected_s - ttft_s),
+                reason=Reason.SLO_TTFT,
+            )
+
+    def _check_tpot(self, tpot_s: float, num_before: float) -> None:
+        """The pace of tokens does not suffer from requests that wait, only from those that run."""
+        expected_s = self._faded(self._token_s)
+        expected_s *= min((num_before + 1) / (self._ahead.value + 1), 1.0) if num_before else 0.0
+        if expected_s > tpot_s:
+            raise ResourceExhaustedError(
+                f"each token takes about {1000 * expected_s:.1f} ms now, too long for "
+                f"{TPOT_HEADER} {1000 * tpot_s:g}",
+                self._retry_after_s((1 - tpot_s / expected_s) * self._usual_s(None)),
+                reason=Reason.SLO_TPOT,
             )
 
     def check_start(self, left_s: float, max_tokens: int | None = None) -> None:
@@ -185,15 +269,34 @@ class Backlog:
             raise ResourceExhaustedError(
                 f"the request waited for a replica until {left_s:.1f} s before its deadline; "
                 f"it would take about {alone_s:.1f} s",
-                _MIN_RETRY_AFTER_S,
+                self._retry_after_s(0.0),
                 reason=Reason.OVERLOADED,
             )
+
+    def _retry_after_s(self, excess_s: float) -> float:
+        """When a refused request may come back.
+
+        The requests before it leave one after the other. So each refused client gets a moment of
+        its own: if all came back when the first has room, all but one would be refused again.
+        """
+        now = self._clock()
+        earliest = now + max(excess_s, _MIN_RETRY_AFTER_S)
+        moment = max(earliest, self._next_return_at)
+        if moment > now + _MAX_RETRY_AFTER_S:
+            moment = min(earliest, now + _MAX_RETRY_AFTER_S)
+        self._next_return_at = moment + self._usual_s(None) / (self._ahead.value + 1)
+        return moment - now
 
     def _learn_from(self, place: Place) -> None:
         """Learns from a request that has ended, in whatever way."""
         now = self._clock()
+        waited_s = now - place.entered_at
+        if not place.has_first_token and waited_s > self._scaled(
+            self._faded(self._first_s), place.num_ahead
+        ):
+            self._add_first(place, now)
         if place.begun_at is None:
-            if now - place.entered_at > self._expected_s(place.num_ahead, 1):
+            if waited_s > self._scaled(self._usual_s(1), place.num_ahead):
                 self._add_wait(place, now)  # it would have waited even longer
         elif place.num_tokens > 1:
             self._num_tokens.add(place.num_tokens, now)
@@ -201,22 +304,30 @@ class Backlog:
             if place.send_wait_s <= lasted_s / 2:  # else the pace is that of its client
                 self._token_s.add(lasted_s / (place.num_tokens - 1), now)
 
+    def _add_first(self, place: Place, now: float) -> None:
+        if place.grammar in self._grammars:
+            self._first_s.add(now - place.entered_at, now)
+
     def _add_wait(self, place: Place, now: float) -> None:
         if place.grammar not in self._grammars:
             return
         self._wait_s.add(now - place.entered_at, now)
         self._ahead.add(place.num_ahead, now)
 
-    def _num_ahead(self, priority: int) -> int:
-        return sum(number for each, number in self._running.items() if each <= priority)
+    def _num_before(self, priority: int, share: Share) -> float:
+        """How many requests a new one has before it, those that have no place yet included."""
+        return self._num_ahead(priority, share) + self._num_entering()
 
-    def _expected_s(self, num_ahead: int, max_tokens: int | None) -> float:
-        """The time of a request with so many before it. One that has none before it is always let
-        in: it finds out how long requests take now, if the last ones took very long.
+    def _num_ahead(self, priority: int, share: Share) -> float:
+        begun = sum(number for each, number in self._begun.items() if each <= priority)
+        return begun + self._waiting.num_ahead(priority, share)
+
+    def _scaled(self, usual_s: float, num_ahead: float) -> float:
+        """A time of the usual request, for one with so many before it. One that has none before it
+        is always let in: it finds out how long requests take now, if the last ones took very long.
         """
         if not num_ahead:
             return 0.0
-        usual_s = self._usual_s(max_tokens)
         usual, number = self._ahead.value + 1, num_ahead + 1
         together = max(usual, min(self._num_seats(), _MIN_TOGETHER))
         if number > usual:
@@ -234,13 +345,54 @@ class Backlog:
         return wait_s / max(wait_s + self._token_s.value * self._num_tokens.value, 1e-9)
 
     def _usual_s(self, max_tokens: int | None) -> float:
-        """The time of the requests that were heard of last; less and less if that is long ago, as
-        nothing is heard any more if all are refused.
-        """
+        """The time of the requests that were heard of last."""
         num_tokens = self._num_tokens.value
         if max_tokens is not None:
             num_tokens = min(num_tokens, max_tokens)
         usual_s = self._wait_s.value + self._token_s.value * num_tokens
         heard_at = max(self._wait_s.updated_at, self._token_s.updated_at)
+        return usual_s * self._freshness(usual_s, heard_at)
+
+    def _faded(self, mean: _FadingMean) -> float:
+        """A mean of the requests that were heard of last."""
+        return mean.value * self._freshness(mean.value, mean.updated_at)
+
+    def _freshness(self, usual_s: float, heard_at: float) -> float:
+        """The weight of what was heard of last: less and less if that is long ago, as nothing is
+        heard any more if all are refused.
+        """
         silence_s = self._clock() - heard_at - _MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
-        return usual_s * math.exp(-max(silence_s, 0.0) / _MEMORY_S)
+        return math.exp(-max(silence_s, 0.0) / _MEMORY_S)
+
+
+class _WaitingCounts:
+    """How many requests of each priority and tenant have not begun."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, dict[str, int]] = {}
+        self._weights: dict[str, int] = {}
+
+    def add(self, priority: int, share: Share, number: int) -> None:
+        """Counts requests of a tenant; a negative number ends the count."""
+        numbers = self._numbers.setdefault(priority, {})
+        numbers[share.tenant] = numbers.get(share.tenant, 0) + number
+        self._weights[share.tenant] = share.weight
+        if not numbers[share.tenant]:
+            del numbers[share.tenant]
+            if not any(share.tenant in each for each in self._numbers.values()):
+                del self._weights[share.tenant]
+        if not numbers:
+            del self._numbers[priority]
+
+    def num_ahead(self, priority: int, share: Share) -> float:
+        """How many of them go on before a new one: all that are more urgent, and of each tenant as
+        many as its turns allow until this tenant's requests have had theirs.
+        """
+        urgent = [numbers for each, numbers in self._numbers.items() if each < priority]
+        number = float(sum(sum(numbers.values()) for numbers in urgent))
+        equal = self._numbers.get(priority, {})
+        turns = (equal.get(share.tenant, 0) + 1) / share.weight
+        for tenant, waiting in equal.items():
+            is_own = tenant == share.tenant
+            number += waiting if is_own else min(waiting, turns * self._weights[tenant])
+        return number

@@ -8,8 +8,8 @@ none with room or has tokens already waits for a replica that takes it.
 """
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from baton.common.errors import (
     BatonError,
@@ -25,13 +25,14 @@ from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.policy import PrefixIndex, pick_decode
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
+from router.stages.placement import Placement, fits
+from router.stages.pulling import PrefixPulls
 
 __all__ = ["DecodeStage"]
 
@@ -48,8 +49,10 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
-        queue_timeout_s: how long a new request waits for a replica.
+        placement: chooses the replicas.
+        pulls: asks other replicas for the beginning of a prompt that decode computes itself.
+        queue_timeout_s: how long a new request waits while no replica takes it, not even into its
+            queue. While one would, it waits in the router up to its deadline.
         resume_timeout_s: how long a request that lost its replica, or that has
             tokens and is refused by all replicas, waits for another one.
     """
@@ -57,18 +60,21 @@ class DecodeStage:
     def __init__(
         self,
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        placement: Placement,
+        pulls: PrefixPulls,
         *,
         queue_timeout_s: float,
         resume_timeout_s: float,
     ) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._placement = placement
+        self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
         self._resume_timeout_s = resume_timeout_s
 
     async def find(self, request: RoutedRequest) -> DecodeReplica:
-        """Waits for the replica that should generate.
+        """Waits for the replica that should generate. Its seat and its room are known to be there,
+        or to be there soon, before anything is computed.
 
         Raises:
             UnavailableError: no replica took the request within the time that it may wait.
@@ -79,35 +85,6 @@ class DecodeStage:
         if replica is None:
             raise self._refusal(request)
         return replica
-
-    def pick(
-        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
-    ) -> DecodeReplica | None:
-        """Chooses the replica that should generate; None if there is none.
-
-        Args:
-            request: the request.
-            refused: ids of replicas that must not be chosen.
-        """
-        possible = [
-            replica
-            for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica.capacity, request.spec)
-        ]
-        replicas = {
-            replica.replica_id: replica
-            for replica in without_ejected(possible)
-            if replica.has_room_for(request.spec)
-        }
-        states = [
-            replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
-        ]
-        chosen = pick_decode(states, request.num_prompt_blocks)
-        return replicas[chosen] if chosen is not None else None
-
-    def overlap_blocks(self, request: RoutedRequest, replica: DecodeReplica) -> int:
-        """Leading blocks of the prompt that the replica probably caches."""
-        return self._prefix_index.overlap(replica.replica_id, request.block_keys)
 
     async def run(
         self,
@@ -156,7 +133,8 @@ class DecodeStage:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields one replica's outputs up to the request's last, or raises its error."""
-        with self._stream(request, attempt, replica, progress, handoff) as (own, stream):
+        started = self._stream(request, attempt, replica, progress, handoff)
+        async with started as (own, stream, pulled):
             is_last = False
             while not is_last:
                 if replica.is_leaving and self._may_move(request):
@@ -171,6 +149,7 @@ class DecodeStage:
                     # Not on the end of one of several candidates, which may come before the load:
                     # the token from prefill may have ended it.
                     handoff.release()
+                    pulled.release()
                 progress.add(output)
                 runs_on = output.finish_reason is None  # there; the caller may end it by a stop
                 try:
@@ -183,40 +162,47 @@ class DecodeStage:
         """Whether a request should leave a replica that drains: if another one takes it, and it
         loses no tokens thereby. Candidates that are compared have not sent theirs.
         """
-        return not request.spec.params.is_ranked and self.pick(request) is not None
+        return not request.spec.params.is_ranked and self._placement.may_decode(request)
 
-    @contextmanager
-    def _stream(
+    @asynccontextmanager
+    async def _stream(
         self,
         request: RoutedRequest,
         attempt: int,
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> Iterator[tuple[Attempt, DecodeStream]]:
-        """Starts a request on a replica; the context closes the stream."""
-        with replica.attempt(request.record) as own:
+    ) -> AsyncIterator[tuple[Attempt, DecodeStream, HeldHandoff]]:
+        """Starts a request on a replica; the context closes the stream.
+
+        Yields also the prefix that the replica pulls if it computes the prompt itself.
+        """
+        missing_blocks = self._placement.missing_blocks(request, replica)
+        with ExitStack() as ends, replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
-            start = decode_pb2.StartDecode(
-                spec=spec_to_proto(spec),
-                namespace=request.namespace,
-                handoff=handoff.message,
-                skip_lookup=handoff.message is None and handoff.has_waited_in_vain,
-            )
+            reserved = replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline)
+            ends.enter_context(reserved)
+            is_loaded = handoff.message is not None
+            pull = None if is_loaded else self._pulls.plan(request, replica)
+            pulled = await self._pulls.borrow(request, pull, own)
+            ends.callback(pulled.release)
+            command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
+            start = command.start
+            spec_to_proto(spec, start.spec)
+            start.namespace = request.namespace
+            if handoff.message is not None:
+                start.handoff.CopyFrom(handoff.message)
+            if pulled.message is not None:
+                start.prefix.CopyFrom(pulled.message)
+            start.skip_lookup = not is_loaded and handoff.has_waited_in_vain
             progress.write_to(start)
-            missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-            with replica.reserve(num_blocks=missing_blocks):
-                stream = replica.connection.start(start)
-                replica.log_start(spec)
-                # After `start`, which fails if the worker was lost: a record of a lost worker
-                # would never be forgotten.
-                self._prefix_index.record(
-                    replica.replica_id, request.block_keys, replica.num_blocks
-                )
-                try:
-                    yield own, stream
-                finally:
-                    stream.close()
+            stream = replica.connection.start(command)
+            ends.callback(stream.close)
+            replica.log_start(spec)
+            # After `start`, which fails if the worker was lost: a record of a lost worker would
+            # never be forgotten.
+            self._placement.expect(request, replica)
+            yield own, stream, pulled
 
     async def _next_replica(
         self,
@@ -266,21 +252,26 @@ class DecodeStage:
         """Waits until a replica takes a request; returns None after the timeout. The request's own
         deadline cancels the wait, so that the client learns of the right one of the two.
         """
-        turn = Turn.of(request.spec, is_new=is_new)
+        placement = self._placement
+        pick = placement.pick_to_start if is_new else placement.pick_decode
         with request.record.waiting():
             return await self._fleet.waiting.wait(
-                lambda: self.pick(request, refused),
-                turn,
+                lambda: pick(request, refused),
+                Turn.of(request.spec, request.share, is_new=is_new),
                 timeout_s,
-                lambda: ("decode", refused, self._need(request.spec)),
+                lambda: ("decode", is_new, refused, self._need(request)),
+                lambda: is_new and placement.may_decode(request, refused),
             )
 
-    def _need(self, spec: RequestSpec) -> tuple[frozenset[Capacity], bool]:
-        """The capacities in which a request fits, and whether it has a grammar. Of two requests
-        with the same needs and the same refusals, each can be placed where the other can.
+    def _need(self, request: RoutedRequest) -> tuple[frozenset[Capacity], bool, bool]:
+        """The capacities in which a request fits, whether it has a grammar, and whether its prompt
+        may need prefill. Of two requests with the same needs and the same refusals, each can be
+        placed where the other can, unless it needs more room.
         """
-        fitting = frozenset(each for each in self._fleet.decode.capacities if _fits(each, spec))
-        return fitting, spec.params.structured_outputs is not None
+        capacities = self._fleet.decode.capacities
+        fitting = frozenset(capacity for capacity in capacities if fits(capacity, request))
+        has_grammar = request.spec.params.structured_outputs is not None
+        return fitting, has_grammar, self._placement.may_need_prefill(request)
 
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
@@ -288,17 +279,13 @@ class DecodeStage:
         bound = waited(self._queue_timeout_s)
         if not replicas:
             return none_ready(f"; {bound}")
-        if not any(_fits(replica.capacity, request.spec) for replica in replicas):
+        if not any(fits(replica.capacity, request) for replica in replicas):
             return FailedPreconditionError(
                 f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
             )
         return ResourceExhaustedError(
             f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
         )
-
-
-def _fits(capacity: Capacity, spec: RequestSpec) -> bool:
-    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

@@ -1,7 +1,7 @@
 """`Pipeline`: the life of a request in the router; docs/architecture.md describes all of it.
 
 validate, tokenize, block keys                          validation, request
-choose a decode replica; remote prefill or local?       policy, decode_stage
+choose a decode replica; remote prefill or local?       placement, decode_stage
 the prompt and its first tokens from prefill            prefill_stage
 its KV to decode, block by block as it is saved         prefill_stage
 the other tokens from decode, resumed if lost           decode_stage
@@ -23,7 +23,6 @@ from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex, wants_remote_prefill
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
@@ -32,13 +31,20 @@ from router.requests.pace import Pace
 from router.requests.request import RoutedRequest, SpecMaker, prepare_request
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import validate_request
+from router.routing.cache_index import CacheIndex
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
+from router.routing.sessions import session_key
 from router.stages.admission import Admission
 from router.stages.backlog import Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.placement import Placement
 from router.stages.prefill_stage import PrefillStage
+from router.stages.pulling import PrefixPulls
 from router.tenants.tenant import Tenant, tenant_of_call
+from rpc.logs import session_of_call
 
 __all__ = ["Pipeline"]
 
@@ -103,7 +109,7 @@ class Pipeline:
         tokenizer: the model's.
         default_params: values of sampling parameters that a request leaves unset.
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        index: what the replicas cache.
         admission: limits the number of running requests.
         backlog: learns how long requests take.
         pace: how long streams pause after each message.
@@ -117,7 +123,7 @@ class Pipeline:
         tokenizer: Tokenizer,
         default_params: Mapping[str, Any],
         fleet: Fleet,
-        prefix_index: PrefixIndex,
+        index: CacheIndex,
         admission: Admission,
         backlog: Backlog,
         pace: Pace,
@@ -132,10 +138,19 @@ class Pipeline:
         self._backlog = backlog
         self._pace = pace
         self._log = log
-        self._prefill = PrefillStage(fleet, prefix_index, queue_timeout_s=config.queue_timeout_s)
+        settings = PolicySettings(max_affinity_delay_s=config.max_affinity_delay_s)
+        policy = make_policy(config.routing_policy, settings)
+        limit = config.max_local_prefill_tokens
+        max_local_tokens = limit if isinstance(limit, int) else None
+        self._placement = placement = Placement(fleet, index, policy, max_local_tokens)
+        pulls = PrefixPulls(fleet, index)
+        self._prefill = PrefillStage(
+            fleet, placement, pulls, queue_timeout_s=config.queue_timeout_s
+        )
         self._decode = DecodeStage(
             fleet,
-            prefix_index,
+            placement,
+            pulls,
             queue_timeout_s=config.queue_timeout_s,
             resume_timeout_s=config.resume_timeout_s,
         )
@@ -191,11 +206,12 @@ class Pipeline:
         """Yields the outputs of one prompt."""
         tenant = tenant_of_call()
         with (
-            self._admission.admit(request_id, tenant.name),
-            self._backlog.place(request.priority) as place,
+            self._admission.admit(request_id, tenant.name, tenant.policy.weight),
+            self._backlog.place(request.priority, tenant.share) as place,
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name
+            record.session = session_key(tenant.name, session_of_call())
             with self._log.recording(record, deadline):
                 routed = await self._prepare(request, prompt, params, deadline, record)
                 if (form := routed.spec.params.structured_outputs) is not None:
@@ -232,7 +248,14 @@ class Pipeline:
         maker = SpecMaker(self._tokenizer, limits, model.eos_token_ids, self._marks)
         routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
-        return routed
+        return self._with_share(routed)
+
+    def _with_share(self, routed: RoutedRequest) -> RoutedRequest:
+        """Returns a request with the tokens that it will probably use."""
+        params = routed.spec.params
+        num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
+        share = replace(tenant_of_call().share, num_tokens=routed.num_prompt_tokens + num_tokens)
+        return replace(routed, share=share)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:
         """Checks a request; a thread checks long lists, which would delay other requests."""
@@ -248,8 +271,7 @@ class Pipeline:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
         if request.record.waits:
-            spec = request.spec
-            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
+            self._check_start(request)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()
@@ -259,6 +281,7 @@ class Pipeline:
                 self._prefill_outputs(request, replica, progress, handoff)
             ) as outputs:
                 async for output in outputs:
+                    self._backlog.note_first_token(place)
                     if output.is_last:
                         self._backlog.begin(place)
                     yield output
@@ -274,10 +297,24 @@ class Pipeline:
                         await asyncio.sleep(self._pace.pause_s)
         finally:
             place.num_tokens = progress.num_tokens / request.spec.params.num_candidates
+            self._placement.note_answer(progress.num_tokens)
             place.send_wait_s = request.record.send_wait_s
             tenant.use_tokens(request.record.usage.completion_tokens)
+            if request.record.waits:  # else it has kept nobody waiting
+                num_tokens = request.num_prompt_tokens + progress.num_tokens
+                self._fleet.waiting.shares.settle(request.share, num_tokens)
             handoff.release()
             replica.connection.withdraw_prefetch(request.spec.request_id)
+
+    def _check_start(self, request: RoutedRequest) -> None:
+        """Refuses a request that has waited for too long."""
+        spec = request.spec
+        try:
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
+        except BatonError:
+            self._fleet.waiting.shares.settle(request.share, 0)
+            self._log.count_refusal("overload")
+            raise
 
     async def _prefill_outputs(
         self,
@@ -287,15 +324,12 @@ class Pipeline:
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
-        overlap_blocks = self._decode.overlap_blocks(request, replica)
-        if not wants_remote_prefill(
-            request.num_prompt_tokens,
-            request.num_reused_tokens(overlap_blocks),
-            self._config.max_local_prefill_tokens,
-        ):
+        plan = self._placement.plan_prompt(request, replica)
+        if not plan.is_remote:
             return
         outputs = self._prefill.run(request, replica, progress, handoff)
-        with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
+        deadline = request.spec.deadline
+        with replica.reserve(num_blocks=plan.missing_blocks, is_sent=False, deadline=deadline):
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output

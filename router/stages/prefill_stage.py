@@ -27,13 +27,15 @@ from baton.common.request.answer import CandidateOutput
 from baton.v1 import prefill_pb2
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.output_wire import output_from_proto
-from router.fleet.policy import PrefixIndex, pick_prefill
-from router.fleet.replica import Capacity, without_ejected
+from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
+from router.routing.pulls import Pull
 from router.stages.continuation import HeldHandoff, Progress
+from router.stages.placement import Placement
+from router.stages.pulling import PrefixPulls
 
 __all__ = ["PrefillCall", "PrefillStage", "Prompt"]
 
@@ -84,16 +86,29 @@ class PrefillCall:
         prompt: the prompt.
         replica: computes it.
         num_tokens: how many of its tokens the replica has to compute.
+        pulls: asks another replica for the prompt's beginning.
+        pull: what to ask for; None to ask nobody.
     """
 
-    def __init__(self, prompt: Prompt, replica: PrefillReplica, num_tokens: int) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        replica: PrefillReplica,
+        num_tokens: int,
+        pulls: PrefixPulls,
+        pull: Pull | None,
+    ) -> None:
         self._prompt = prompt
+        self._pulls = pulls
+        self._pull = pull
+        self._pulled = HeldHandoff()
         self._replica = replica
         self._number = len(prompt.tried)
         prompt.tried.add(replica.replica_id)
         self._attempt: Attempt
         self._queued = ExitStack()
-        self._queued.enter_context(replica.reserve(num_tokens=num_tokens))
+        deadline = prompt.request.spec.deadline
+        self._queued.enter_context(replica.reserve(num_tokens=num_tokens, deadline=deadline))
 
     async def outputs(self) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the first tokens, then an output with timings once the KV is saved. The caller
@@ -103,12 +118,16 @@ class PrefillCall:
             BatonError: the replica failed, or was lost.
         """
         request, replica = self._prompt.request, self._replica
-        with self._queued, replica.attempt(request.record) as self._attempt:
+        with ExitStack() as ends, self._queued, replica.attempt(request.record) as self._attempt:
             spec = request.spec.for_attempt(self._number, self._attempt.traceparent)
+            self._pulled = await self._pulls.borrow(request, self._pull, self._attempt)
+            ends.callback(self._pulled.release)
             replica.log_start(spec)
             try:
-                async with aclosing(replica.prefill(spec, request.namespace)) as events:
+                events = replica.prefill(spec, request.namespace, self._pulled.message)
+                async with aclosing(events):
                     async for event in events:
+                        self._pulled.release()  # it is loaded, or was given up
                         for output in self._apply(event):
                             yield output
             except _REPLICA_ERRORS as error:
@@ -167,14 +186,18 @@ class PrefillStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: estimates the replicas' prefix caches.
+        placement: chooses the replicas.
+        pulls: asks other replicas for the beginning of a prompt.
         queue_timeout_s: how long a prompt that no replica computes waits, if the fleet's policy is
             to wait.
     """
 
-    def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, *, queue_timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, placement: Placement, pulls: PrefixPulls, *, queue_timeout_s: float
+    ) -> None:
         self._fleet = fleet
-        self._prefix_index = prefix_index
+        self._placement = placement
+        self._pulls = pulls
         self._queue_timeout_s = queue_timeout_s
 
     async def run(
@@ -223,12 +246,11 @@ class PrefillStage:
         if self._fleet.no_prefill_policy != "wait":
             return self._pick(prompt)
         request = prompt.request
-        timeout_s = request.record.queue_left_s(self._queue_timeout_s)
         with request.record.waiting():
             return await self._fleet.waiting.wait(
                 lambda: self._pick(prompt),
-                Turn.of(request.spec),
-                timeout_s,
+                Turn.of(request.spec, request.share),
+                self._queue_timeout_s,
                 lambda: ("prefill", frozenset(prompt.tried), self._fitting(request)),
             )
 
@@ -249,23 +271,11 @@ class PrefillStage:
 
     def _pick(self, prompt: Prompt) -> PrefillReplica | None:
         """Chooses a replica that was not tried yet."""
-        request, num_tokens = prompt.request, prompt.request.num_prompt_tokens
-        possible = [
-            replica
-            for replica in self._fleet.prefill.candidates
-            if replica.replica_id not in prompt.tried and replica.capacity.holds(num_tokens)
-        ]
-        replicas = {replica.replica_id: replica for replica in without_ejected(possible)}
-        states = [
-            replica.state(self._prefix_index.overlap(replica_id, request.block_keys))
-            for replica_id, replica in replicas.items()
-        ]
-        chosen = pick_prefill(states, num_tokens, request.block_size)
-        return replicas[chosen] if chosen is not None else None
+        return self._placement.pick_prefill(prompt.request, frozenset(prompt.tried))
 
     def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
-        request = prompt.request
-        cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
-        uncached_tokens = request.num_prompt_tokens - request.num_reused_tokens(cached_blocks)
-        self._prefix_index.record(replica.replica_id, request.block_keys, replica.num_blocks)
-        return PrefillCall(prompt, replica, uncached_tokens)
+        cost = prompt.request.record.choices["prefill"].cost
+        pull = self._pulls.plan(prompt.request, replica)
+        num_tokens = cost.uncached_tokens - (pull.num_tokens if pull is not None else 0)
+        self._placement.expect(prompt.request, replica)
+        return PrefillCall(prompt, replica, num_tokens, self._pulls, pull)

@@ -1,4 +1,4 @@
-"""`Tenant`: one client of the router, its limits and what it uses of them (`TokenBucket`)."""
+"""`Tenant`: one client of the router, its limits and what it uses of them."""
 
 import hashlib
 import math
@@ -10,6 +10,9 @@ from typing import Protocol
 from baton.common.errors import PermissionDeniedError, Reason, ResourceExhaustedError
 from baton.common.short_texts import short_repr
 from router.config.tenants import TenantPolicy
+from router.fleet.fair_shares import Share
+from router.processes.counts import Account, Counts, LocalAccount
+from router.tenants.token_bucket import TokenBucket
 from rpc.logs import CURRENT_CALL
 
 __all__ = [
@@ -17,60 +20,11 @@ __all__ = [
     "Clock",
     "CountRefusal",
     "Tenant",
-    "TokenBucket",
     "count_nothing",
     "tenant_of_call",
 ]
 
-_MINUTE_S = 60.0
 Clock = Callable[[], float]
-
-
-class TokenBucket:
-    """Fills by `per_minute` a minute, up to that number.
-
-    Its level may be negative: what was used in excess must flow in again before the next use.
-
-    Args:
-        per_minute: how much flows in, and the most that it holds.
-        now: the present time in seconds, on the clock of all later calls.
-    """
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._filled_at = now
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until the bucket holds `amount`, or is full if that is less; 0 if it does."""
-        self._fill(now)
-        lacking = min(amount, self.per_minute) - self._level
-        return max(lacking, 0.0) * _MINUTE_S / self.per_minute
-
-    def take(self, amount: int, now: float) -> None:
-        """Takes an amount, whatever the bucket holds."""
-        self._fill(now)
-        self._level -= amount
-
-    def give_back(self, amount: int) -> None:
-        """Puts an amount back that was taken and not used."""
-        self._level += amount
-
-    def set_rate(self, per_minute: int, now: float) -> None:
-        """Changes what flows in from now on; what the bucket holds stays, if it fits."""
-        self._fill(now)
-        self.per_minute = per_minute
-        self._level = min(self._level, per_minute)
-
-    def is_full(self, now: float) -> bool:
-        """Whether the bucket is as it was when it was new."""
-        return self.wait_s(self.per_minute, now) == 0
-
-    def _fill(self, now: float) -> None:
-        elapsed_s = max(now - self._filled_at, 0.0)
-        self._filled_at = max(now, self._filled_at)
-        gained = elapsed_s * self.per_minute / _MINUTE_S
-        self._level = min(self._level + gained, self.per_minute)
 
 
 class CountRefusal(Protocol):
@@ -97,6 +51,10 @@ class Tenant:
         policy: its limits.
         clock: seconds, monotonic.
         count_refusal: called with each refusal.
+        account: what it uses; None for an account of this process.
+
+    Attributes:
+        policy: its limits. What was used stays counted when they change.
     """
 
     def __init__(
@@ -105,20 +63,18 @@ class Tenant:
         policy: TenantPolicy,
         clock: Clock = time.monotonic,
         count_refusal: CountRefusal = count_nothing,
+        account: Account | None = None,
     ) -> None:
         self.name = name
+        self.policy = policy
         self._clock = clock
         self._count_refusal = count_refusal
-        self._num_running = 0
-        self._requests: TokenBucket | None = None
-        self._tokens: TokenBucket | None = None
-        self.set_policy(policy)
+        self._account = account or LocalAccount()
 
-    def set_policy(self, policy: TenantPolicy) -> None:
-        """Changes the limits. What was used stays counted."""
-        self.policy = policy
-        self._requests = self._bucket(self._requests, policy.requests_per_minute)
-        self._tokens = self._bucket(self._tokens, policy.tokens_per_minute)
+    @property
+    def share(self) -> Share:
+        """Its name and weight, for those who divide the replicas among tenants."""
+        return Share(self.name, self.policy.weight)
 
     @property
     def max_requests(self) -> float:
@@ -129,9 +85,8 @@ class Tenant:
     @property
     def is_unused(self) -> bool:
         """Whether nothing runs and nothing counts against a limit."""
-        now = self._clock()
-        buckets = (self._requests, self._tokens)
-        return self._num_running == 0 and all(one is None or one.is_full(now) for one in buckets)
+        with self._account.open() as counts:
+            return counts.is_unused(self._clock())
 
     @contextmanager
     def running(self, num_requests: int = 1, *, num_begun: int = 0) -> Iterator[None]:
@@ -145,16 +100,12 @@ class Tenant:
         Raises:
             ResourceExhaustedError: a limit is reached; states when to try again.
         """
-        if self._requests is not None:
-            self._requests.give_back(num_begun)
-        self._check(num_requests, num_begun)
-        if self._requests is not None:
-            self._requests.take(num_requests + num_begun, self._clock())
-        self._num_running += num_requests
+        self._begin(num_requests, num_begun)
         try:
             yield
         finally:
-            self._num_running -= num_requests
+            with self._account.open() as counts:
+                counts.add_running(-num_requests)
 
     def check_tokens(self) -> None:
         """Checks whether a further request may use tokens.
@@ -162,19 +113,15 @@ class Tenant:
         Raises:
             ResourceExhaustedError: earlier tokens have used up the minute's.
         """
-        bucket = self._tokens
-        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
-            self._count_refusal("token_rate")
-            raise ResourceExhaustedError(
-                f"this client may use at most {bucket.per_minute} tokens per minute",
-                wait_s,
-                reason=Reason.CLIENT_RATE,
-            )
+        with self._account.open() as counts:
+            self._check_tokens(counts)
 
     def use_tokens(self, num_tokens: int) -> None:
         """Counts tokens of prompts and answers. More than the limit delays the next request."""
-        if self._tokens is not None:
-            self._tokens.take(num_tokens, self._clock())
+        with self._account.open() as counts:
+            bucket = self._bucket(counts.tokens, self.policy.tokens_per_minute)
+            if bucket is not None:
+                bucket.take(num_tokens, self._clock())
 
     def cache_salt(self, client_salt: str) -> str:
         """The salt of a request's cached blocks, which no request of another tenant has.
@@ -211,18 +158,42 @@ class Tenant:
                 field="model",
             )
 
-    def _check(self, num_requests: int, num_begun: int) -> None:
-        """Refuses requests for which a limit has no room."""
+    def _begin(self, num_requests: int, num_begun: int) -> None:
+        """Counts requests that begin, or refuses those for which a limit has no room."""
+        total = num_requests + num_begun
+        with self._account.open() as counts:
+            bucket = self._bucket(counts.requests, self.policy.requests_per_minute)
+            if bucket is not None:
+                bucket.give_back(num_begun)
+            self._check_concurrency(counts, num_requests)
+            self._check_tokens(counts)
+            if bucket is not None:
+                self._check_rate(bucket, total)
+                bucket.take(total, self._clock())
+            counts.add_running(num_requests)
+
+    def _check_concurrency(self, counts: Counts, num_requests: int) -> None:
         most = self.max_requests
-        if self._num_running + num_requests > most:
-            self._count_refusal("concurrency")
+        if counts.has_room(num_requests, most):
+            return
+        self._count_refusal("concurrency")
+        raise ResourceExhaustedError(
+            f"this client may run at most {most} requests at the same time",
+            reason=Reason.CLIENT_CONCURRENCY,
+        )
+
+    def _check_tokens(self, counts: Counts) -> None:
+        bucket = self._bucket(counts.tokens, self.policy.tokens_per_minute)
+        if bucket is not None and (wait_s := bucket.wait_s(1, self._clock())):
+            self._count_refusal("token_rate")
             raise ResourceExhaustedError(
-                f"this client may run at most {most} requests at the same time",
-                reason=Reason.CLIENT_CONCURRENCY,
+                f"this client may use at most {bucket.per_minute} tokens per minute",
+                wait_s,
+                reason=Reason.CLIENT_RATE,
             )
-        self.check_tokens()
-        bucket, total = self._requests, num_requests + num_begun
-        if bucket is not None and (wait_s := bucket.wait_s(total, self._clock())):
+
+    def _check_rate(self, bucket: TokenBucket, num_requests: int) -> None:
+        if wait_s := bucket.wait_s(num_requests, self._clock()):
             self._count_refusal("request_rate")
             raise ResourceExhaustedError(
                 f"this client may begin at most {bucket.per_minute} requests per minute",
@@ -230,15 +201,9 @@ class Tenant:
                 reason=Reason.CLIENT_RATE,
             )
 
-    def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
-        """The bucket of a limit, with what the earlier one held."""
-        if per_minute is None:
-            return None
-        now = self._clock()
-        if bucket is None:
-            return TokenBucket(per_minute, now)
-        bucket.set_rate(per_minute, now)
-        return bucket
+    def _bucket(self, cells: "memoryview[float]", per_minute: int | None) -> TokenBucket | None:
+        """The bucket of a limit; None if there is no such limit."""
+        return None if per_minute is None else TokenBucket(per_minute, self._clock(), cells)
 
 
 OPEN_TENANT = Tenant("", TenantPolicy(name="open"))

@@ -14,6 +14,7 @@ from baton.common.security.tokens import hash_of_key
 from baton.common.security.watched_files import WatchedFiles
 from router.config.entries import read_entries
 from router.config.tenants import DEFAULTS_NAME, TenantPolicy, TenantsConfig
+from router.processes.counts import Accounts, LocalAccounts
 from router.tenants.jwt_tokens import JwtVerifier
 from router.tenants.tenant import OPEN_TENANT, Clock, CountRefusal, Tenant, count_nothing
 
@@ -101,6 +102,7 @@ class Tenants:
         config: the flags.
         clock: seconds, monotonic.
         count_refusal: called with each refused call.
+        accounts: where the use of limits is counted; None for accounts of this process.
 
     Attributes:
         is_open: whether callers need no credential.
@@ -114,10 +116,12 @@ class Tenants:
         config: TenantsConfig,
         clock: Clock = time.monotonic,
         count_refusal: CountRefusal = count_nothing,
+        accounts: Accounts | None = None,
     ) -> None:
         self.is_open = config.is_open
         self._clock = clock
         self._count_refusal = count_refusal
+        self._accounts = accounts or LocalAccounts()
         self._flag_keys = KeyTable(dict.fromkeys(config.api_key, FLAG_TENANT))
         self._file: WatchedFiles[TenantsFile] | None = None
         if config.tenants is not None:
@@ -186,10 +190,10 @@ class Tenants:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._forget_unused()
-            tenant = Tenant(name, policy, self._clock, self._count_refusal)
+            account = self._accounts.account("tenant", name)
+            tenant = Tenant(name, policy, self._clock, self._count_refusal, account)
             self._tenants[name] = tenant
-        elif tenant.policy is not policy:
-            tenant.set_policy(policy)
+        tenant.policy = policy
         return tenant
 
     def _forget_unused(self) -> None:

@@ -34,10 +34,10 @@ async def test_under_overload_much_is_served_in_time_and_the_rest_is_refused_at_
         peak = len(served) / 5
         answers, late_s = await open_loop(url, rate=3 * peak, seconds=SECONDS, timeout_s=TIMEOUT_S)
         good = [a for a in answers if a.status == 200 and a.elapsed_s <= TIMEOUT_S]
-        refused = [answer for answer in answers if answer.status == 429]
+        refused = [answer for answer in answers if answer.status == 503]
         # On a quiet machine 0.8 and more; other work on this one may come between.
         assert len(good) / SECONDS >= 0.5 * peak
-        assert {answer.status for answer in answers} <= {200, 429, 504}
+        assert {answer.status for answer in answers} <= {200, 503, 504}
         assert all(answer.has_retry_after for answer in refused)
         assert max(answer.elapsed_s for answer in answers) <= TIMEOUT_S + 0.5 + late_s
         ends = time.monotonic() + 10

@@ -15,9 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CredentialsConfig
-from router.config import discovery as discovery_module
-from router.config.discovery import Discovery
 from router.config.security import RouterSecurityConfig, WorkerTlsConfig
+from rpc.discovery.discovery import Discovery
 from rpc.server_access import cluster_access, open_cluster_channel
 from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import Changes, FakeDecode, FakePrefill, running_workers
@@ -237,9 +236,10 @@ async def test_workers_found_by_dns_have_that_name(files, authority, monkeypatch
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
     async with running_workers(worker):
-        monkeypatch.setattr(discovery_module.socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
         discovery = Discovery([f"dns:///{host}:{worker.port}"])
-        (address,) = await discovery.addresses()
+        await discovery.look_up()
+        (address,) = discovery.addresses
         own = ClusterSecurity(files=files("router"))
         async with open_cluster_channel(address, own, discovery.name_of(address)) as channel:
             status = await call(channel, "/baton.v1.WorkerService/GetInfo")

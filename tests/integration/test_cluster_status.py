@@ -137,7 +137,7 @@ async def test_top_prints_one_table(capsys, monkeypatch):
     assert lines[0].startswith(f"router {router.server.address}  baton ")
     assert lines[1] == "requests  0 running  0/s  1 finished  0 cancelled  0 resumed"
     assert lines[-1].split() == (
-        ["decode", decode.address, "ready", "0", "0", "0", "0%", "0", "0", "-"]
+        ["decode", decode.address, "ready", "0", "0", "0.00s", "0%", "0", "0", "-"]
     )
     assert max(map(len, lines)) <= 80
 

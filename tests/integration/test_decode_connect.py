@@ -304,10 +304,10 @@ async def test_blocks_are_prefetched_before_their_request_starts(stub, engine):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"namespace": b"?" * 32}, "prefill sent 3f3f3f3f3f3f"),
-        ({"connector": "redis"}, "decode has memory, prefill sent redis"),
-        ({"digest_scheme": "crc"}, "prefill sent crc"),
-        ({"format_version": 7}, "prefill sent 7"),
+        ({"namespace": b"?" * 32}, "the handoff 3f3f3f3f3f3f"),
+        ({"connector": "redis"}, "this replica has memory, the handoff redis"),
+        ({"digest_scheme": "crc"}, "the handoff crc"),
+        ({"format_version": 7}, "the handoff 7"),
         ({"block_keys": (b"short",)}, "32 bytes each"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

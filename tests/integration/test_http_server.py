@@ -311,7 +311,7 @@ async def test_concurrent_requests_may_share_an_http_request_id():
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_too_many_requests_get_429_and_retry_after():
+async def test_too_many_requests_get_503_and_retry_after():
     decode = FakeDecode(ENDLESS, pause_after=1)
     async with running_http(decode, max_concurrent_requests=1) as api:
         running = asyncio.ensure_future(api.http.post("/v1/completions", json=REQUEST))
@@ -319,8 +319,10 @@ async def test_too_many_requests_get_429_and_retry_after():
         refused = await api.http.post("/v1/completions", json=REQUEST)
         running.cancel()
         await asyncio.wait([running])
-    assert refused.status_code == 429
+    assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
+    assert refused.headers["x-baton-reason"] == "router-full"
+    assert refused.json()["error"]["code"] == "overloaded"
 
 
 async def readiness(api: RunningHttp) -> tuple[int, list[bool], str]:

@@ -15,7 +15,13 @@ import pytest
 
 from kernels.library.build import Status, build, find_compiler, main
 from kernels.library.cpu import cpu_features
-from kernels.library.variants import library_path, read_record, record_path, variants_for
+from kernels.library.variants import (
+    library_path,
+    library_sets,
+    read_record,
+    record_path,
+    variants_for,
+)
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '#include <cstdint>\nextern "C" std::int64_t answer() { return %d; }\n'
@@ -194,6 +200,7 @@ def checkout(tmp_path):
     shutil.copytree(
         ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("lib", "__pycache__")
     )
+    shutil.copytree(ROOT / "kvstore" / "native" / "src", folder / "kvstore" / "native" / "src")
     shutil.rmtree(native / "src")
     (native / "src").mkdir()
     (native / "src" / "answer.cpp").write_text(SOURCE % 42)
@@ -223,16 +230,19 @@ def build_wheel(checkout, environment=None):
     return wheel, result.stdout + result.stderr
 
 
-def native_files(wheel):
+def native_files(wheel, package="kernels"):
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
-    return {name.name for name in names if name.parent.as_posix() == "kernels/native/lib"}
+    return {name.name for name in names if name.parent.as_posix() == f"{package}/native/lib"}
 
 
 def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
     wheel, _ = build_wheel(checkout)
     expected = {library_path(name).name for name in NAMES}
     assert native_files(wheel) == expected | {record_path(name).name for name in NAMES}
+    (keys,) = library_sets()[-1].variants
+    expected = {library_path(keys.name).name, record_path(keys.name).name}
+    assert native_files(wheel, "kvstore") == expected
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".o")]

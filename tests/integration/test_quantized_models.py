@@ -11,8 +11,9 @@ from engine.models.linear import PackedModule
 from engine.models.part import WHOLE_MODEL, ModelPart
 from engine.runtime.weights import loader
 from engine.runtime.weights.loader import load_model
-from kernels import Arena, SegmentedWeight, ServedFormats
+from kernels import Arena, SegmentedWeight, ServedFormats, dispatch
 from kernels.formats import GGML_FORMATS
+from kernels.triton import quantized
 from tests.support.described_models import described_model
 from tests.support.paged_session import PagedSession
 from tests.support.quantized_checkpoints import MIXTURES, save_quantized
@@ -27,6 +28,10 @@ needs_kernels = pytest.mark.skipif(not SERVED.exact, reason="no kernels for quan
 PROMPT = tuple(number % 251 for number in range(70))
 NUM_TOKENS = 16
 STAGES = ((0, ()), (1, ()), (1, (1, 2)))
+GPU_KERNELS = (
+    *("served_formats", "make_weight", "make_weight_stack", "embed"),
+    *("linear", "linear_gated", "expert_linear"),
+)
 FORMATS = [each.name for each in GGML_FORMATS.values()]
 
 
@@ -85,6 +90,25 @@ def dense(monkeypatch):
 def test_tokens_are_those_of_transformers_with_the_numbers_of_the_file(name, files, expected):
     path = files(name)
     assert greedy(path) == expected(path, PROMPT, NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_products_of_a_gpus_kernels(name, files, monkeypatch, caplog):
+    """Prompts of many rows and of few. Triton's interpreter is too slow for the other kernels."""
+    caplog.set_level("INFO", logger="baton.engine")
+    expected = logits_of(load(files(name), "float32"))
+    caplog.clear()
+    for kernel_name in GPU_KERNELS:
+        kernel = dispatch.KERNELS[kernel_name]
+        monkeypatch.setitem(
+            kernel, ("cpu", torch.float32), dispatch.TRITON.implementations[kernel_name]
+        )
+    monkeypatch.setattr(quantized, "MAX_FEW_ROWS", 30)
+    model = load(files(name), "float32")
+    assert "quantized weights: " in caplog.text
+    assert "dequantized" not in caplog.text
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels

@@ -2,14 +2,13 @@
 
 import asyncio
 import socket
-import time
 
 import pytest
 
 from baton.common.security.cluster import ClusterSecurity
-from router.config import discovery as discovery_module
 from router.config.security import RouterSecurityConfig, WorkerTlsConfig
 from tests.support.certificates import Authority, write_files
+from tests.support.conditions import until
 from tests.support.fake_workers import FakeDecode
 from tests.support.replica_sets import running_set
 from tests.support.running_router import (
@@ -137,7 +136,7 @@ async def test_workers_of_a_set_found_by_dns_have_its_name(tmp_path, monkeypatch
     def resolve(asked, port, **options):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
-    monkeypatch.setattr(discovery_module.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     name = "workers.test" if named else "other.test"
     security = ClusterSecurity(files=files("worker", dns=[name], addresses=[]))
     own = files("router")
@@ -155,11 +154,3 @@ async def test_workers_of_a_set_found_by_dns_have_its_name(tmp_path, monkeypatch
             else:
                 await until(lambda: replicas.address in router.fleet.decode.problems)
                 assert not router.candidate_ids()
-
-
-async def until(condition):
-    """Waits for a condition of which there is no notice."""
-    give_up_at = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)

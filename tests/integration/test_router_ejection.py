@@ -33,9 +33,9 @@ async def test_a_replica_whose_prompts_fail_is_ejected_until_a_probe_succeeds():
         await router.generate(request([9] * 40, max_tokens=4))
         assert len(failing.requests) == 4
         assert not bad.is_ejected
-        assert bad.state(0).weight == 0.1
+        assert bad.candidate().weight == 0.1
         clock.now += 10
-        assert bad.state(0).weight == 1
+        assert bad.candidate().weight == 1
 
 
 async def test_requests_go_to_ejected_decode_replicas_if_there_are_no_others():

@@ -495,7 +495,7 @@ async def test_client_cancel_reaches_prefill():
         (spec,) = prefill.requests
         assert prefill.released == [f"handoff-{spec.request_id}"]
         (replica,) = router.fleet.prefill.candidates
-        assert replica.state(0).num_requests == replica.state(0).num_queued_tokens == 0
+        assert replica.candidate().num_requests == replica.candidate().num_queued_tokens == 0
     assert not decode.starts
 
 

@@ -62,7 +62,7 @@ async def test_the_first_token_is_sent_before_the_prompt_is_saved():
         first = await first_message(call)
         assert not decode.starts
         (replica,) = router.fleet.prefill.candidates
-        assert replica.state(0).num_queued_tokens == 0  # the prompt is computed
+        assert replica.candidate().num_queued_tokens == 0  # the prompt is computed
         prefill.end()
         responses = [first, *await rest_of(call)]
     assert token_ids_of(responses) == SCRIPT[:5]
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_f
         await prefill.changes.until(lambda: prefill.num_cancelled and prefill.released)
         (held,) = [command.blocks.handoff_id for command in decode.prefetches]
         assert prefill.released == [held]
-        assert router.fleet.decode.candidates[0].state(0).num_requests == 0
+        assert router.fleet.decode.candidates[0].candidate().num_requests == 0
     assert not decode.starts
 
 

@@ -14,12 +14,15 @@ from baton.common.security.cluster import ClusterSecurity
 from router.config.router import ServedModelConfig
 from router.fleet import tier as tier_module
 from router.fleet.fleet import Fleet
-from router.fleet.policy import PrefixIndex
 from router.generation_wire import request_from_proto
 from router.observe.request_record import RequestRecord
 from router.requests.request import SpecMaker, prepare_request
+from router.routing.cache_index import CacheIndex
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.placement import Placement
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -332,7 +335,7 @@ async def test_a_replica_with_another_tokenizer_is_refused(router_log):
     decode = FakeDecode(SCRIPT, tokenizer_digest="aaaa")
     async with running_workers(decode):
         config = ServedModelConfig(model=decode.info.model, decode=(decode.address,))
-        fleet = Fleet(config, PrefixIndex(100), 5, ClusterSecurity(), tokenizer_digest="bbbb")
+        fleet = Fleet(config, CacheIndex(), 5, ClusterSecurity(), tokenizer_digest="bbbb")
         fleet.start()
         try:
             await router_log.until("REFUSED")
@@ -344,22 +347,23 @@ async def test_a_replica_with_another_tokenizer_is_refused(router_log):
 
 
 async def test_prefixes_of_a_lost_worker_are_removed():
-    old, index = FakeDecode(SCRIPT), PrefixIndex(100)
+    old, index = FakeDecode(SCRIPT), CacheIndex()
     async with running_workers(old):
         async with running_fleet(old, index) as fleet:
-            index.record(old.info.worker_id, [b"key"], 100)
+            index.expect(old.info.worker_id, [b"key"])
+            assert len(index) == 1
             await old.stop()
             new = await FakeDecode(SCRIPT).start(old.port)
             await until_candidate(fleet, new)
             assert len(index) == 0
-            index.record(new.info.worker_id, [b"key"], 100)
+            index.expect(new.info.worker_id, [b"key"])
         assert len(index) == 0
         await new.stop()
 
 
 async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_started():
     """Decode may die while prefill computes; its prefixes have been removed by then."""
-    old, index = FakeDecode(SCRIPT), PrefixIndex(100)
+    old, index = FakeDecode(SCRIPT), CacheIndex()
     async with running_workers(old), running_fleet(old, index) as fleet:
         (replica,) = fleet.decode.candidates
         await old.stop()
@@ -367,12 +371,15 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         await until_candidate(fleet, new)
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
-        outputs = DecodeStage(fleet, index, queue_timeout_s=0, resume_timeout_s=0).run(
+        placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
+        outputs = DecodeStage(fleet, placement, queue_timeout_s=0, resume_timeout_s=0).run(
             routed, replica, progress, HeldHandoff()
         )
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
-        assert index.overlap(new.info.worker_id, routed.block_keys) == 10
+        num_tokens = routed.num_prompt_tokens
+        match = index.match(routed.block_keys, num_tokens)
+        assert match.blocks(new.info.worker_id) == min(10, (num_tokens - 1) // routed.block_size)
         assert len(index) == 10
         await new.stop()
 

@@ -12,12 +12,14 @@ import pytest
 
 from baton.common.errors import DeadlineExceededError
 from baton.v1 import generation_pb2
+from router.chat.template import ChatTemplate
+from router.chat.template_source import TemplateSource, TemplateText
 from router.config.tenants import TenantsConfig
 from router.generation_wire import request_from_proto
 from router.models import Model
 from router.tenants.tenants import Tenants
 from rpc.logs import CallInfo, serving
-from tests.support.fake_workers import FakeDecode, running_workers
+from tests.support.fake_workers import MODEL, FakeDecode, running_workers
 from tests.support.loop_watch import LoopWatch, watched_loops
 from tests.support.running_http import running_http
 from tests.support.running_router import RunningRouter, failed_call, request, running_router
@@ -157,7 +159,8 @@ async def test_requests_that_would_end_too_late_are_refused_before_they_are_pars
             urgent = await post('{"prompt": "a", "max_tokens": 5, "priority": -1}')
             patient = await post('{"prompt": "a", "max_tokens": 5}', {**deadline, **PATIENT})
         metrics = (await api.http.get("/metrics")).text
-    assert refused.status_code == 429
+    assert refused.status_code == 503
+    assert refused.headers["x-baton-reason"] == "overloaded"
     assert int(refused.headers["retry-after"]) >= 20
     assert "take about 60" in refused.json()["error"]["message"]
     assert [urgent.status_code, patient.status_code] == [200, 200]
@@ -165,6 +168,36 @@ async def test_requests_that_would_end_too_late_are_refused_before_they_are_pars
     assert int(dict(over_grpc.value.trailing_metadata())["retry-after-ms"]) >= 40_000
     assert len(decode.starts) == 2
     assert 'baton_router_refused_calls_total{reason="overload"} 2.0' in metrics
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+async def test_objectives_that_cannot_be_met_are_refused_with_their_reason(path):
+    chat = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    body = {"prompt": "a", "max_tokens": 5} if path == "/v1/completions" else chat
+    template = ChatTemplate(
+        TemplateSource({"default": TemplateText("{{ messages[0].content }}", "test")}, {})
+    )
+    async with running_http(FakeDecode(SCRIPT), chat_template=template) as api:
+
+        async def post(**slo: str) -> httpx2.Response:
+            headers = {name.replace("_", "-"): value for name, value in slo.items()}
+            return await api.http.post(path, json={"model": MODEL, **body}, headers=headers)
+
+        with overloaded(api.router):
+            late = await post(x_slo_ttft_ms="2000")
+            patient = await post(x_slo_ttft_ms="500000", x_slo_tpot_ms="500000")
+        bad = await post(x_slo_tpot_ms="fast")
+        metrics = (await api.http.get("/metrics")).text
+    assert late.status_code == 503
+    assert late.headers["x-baton-reason"] == "slo-ttft"
+    assert int(late.headers["retry-after"]) >= 58
+    kind = "overloaded_error" if path == "/v1/messages" else "server_error"
+    assert late.json()["error"]["type"] == kind
+    assert patient.status_code == 200
+    assert bad.status_code == 400
+    assert bad.headers["x-baton-reason"] == "invalid-argument"
+    assert "x-slo-tpot-ms is 'fast'" in bad.json()["error"]["message"]
+    assert 'baton_router_refused_calls_total{reason="slo_ttft"} 1.0' in metrics
 
 
 async def test_the_time_until_the_deadline_runs_from_the_arrival_of_the_headers():

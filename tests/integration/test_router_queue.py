@@ -7,7 +7,13 @@ import grpc
 
 from baton.common.errors import ResourceExhaustedError, UnavailableError
 from tests.support.fake_workers import FakeDecode, FakePrefill, running_workers
-from tests.support.running_router import failed_call, request, running_router, token_ids_of
+from tests.support.running_router import (
+    PROMPT_IDS,
+    failed_call,
+    request,
+    running_router,
+    token_ids_of,
+)
 
 SCRIPT = [50 + i % 200 for i in range(100)]
 
@@ -72,6 +78,53 @@ async def test_requests_beyond_the_room_of_a_replica_wait_in_the_order_of_their_
     assert [next(n for n in names if i.startswith(n)) for i in ids] == [
         *("running", "first", "second", "last")
     ]
+
+
+async def test_no_prompt_is_computed_before_decode_will_soon_have_room_for_it():
+    """Of a replica with one seat, and of one whose blocks are taken."""
+    for decode in (
+        FakeDecode(SCRIPT, pause_after=3, max_num_seqs=1),
+        FakeDecode(SCRIPT, pause_after=3),
+    ):
+        if decode.info.max_num_seqs > 1:
+            decode.current_load.num_free_blocks = 0
+        prefill = FakePrefill(SCRIPT)
+        async with (
+            running_workers(prefill, decode),
+            running_router(prefill, decode, queue_timeout_s=0.05) as router,
+        ):
+            prompts = [(number, *PROMPT_IDS) for number in range(50, 55)]
+            tasks = [
+                asyncio.create_task(router.generate(request(prompt, max_tokens=6)))
+                for prompt in prompts
+            ]
+            await decode.changes.until(lambda running=decode.running: len(running) == 2)
+            await waiting(router, 3)
+            await asyncio.sleep(0.1)  # beyond the time for which they would wait for a replica
+            assert len(prefill.requests) == 2
+            if decode.info.max_num_seqs > 1:
+                decode.current_load.num_free_blocks = decode.info.num_blocks
+                await decode.changes.until(lambda running=decode.running: len(running) == 5)
+            decode.resume()
+            for task in tasks:
+                assert token_ids_of(await task) == SCRIPT[:6]
+        assert len(prefill.requests) == 5
+
+
+async def test_prompts_wait_in_the_router_while_prefill_has_enough_to_do():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    prefill.current_load.num_queued_tokens = 10_000
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        await router.until(lambda: router.fleet.prefill.candidates[0].load.num_queued_tokens)
+        held = router.fleet.prefill.candidates[0].reserve()
+        with held, router.fleet.prefill.candidates[0].reserve():
+            task = asyncio.create_task(router.generate(request(max_tokens=6)))
+            await waiting(router)
+            short = await router.generate(request(range(100, 103), max_tokens=6))
+            assert token_ids_of(short) == SCRIPT[:6]  # decode computes it
+            assert not prefill.requests
+        assert token_ids_of(await task) == SCRIPT[:6]
+    assert len(prefill.requests) == 1
 
 
 async def test_a_request_that_all_replicas_refuse_as_full_waits_for_their_next_reports():

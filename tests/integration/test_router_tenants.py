@@ -19,6 +19,8 @@ from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config.security import RouterSecurityConfig
 from router.config.tenants import TenantsConfig
+from router.tenants.tenant import Tenant
+from router.tenants.token_bucket import TokenBucket
 from rpc.errors import from_rpc_error
 from tests.support.fake_workers import EOS_TOKEN_ID, MODEL, FakeDecode, FakePrefill, FakeWorker
 from tests.support.running_http import RunningHttp, running_http
@@ -80,6 +82,11 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+def num_running_of(tenant: Tenant) -> int:
+    with tenant._account.open() as counts:
+        return counts.num_running
 
 
 def openai_client(api: RunningHttp, key: str) -> openai.AsyncOpenAI:
@@ -187,7 +194,9 @@ async def test_tokens_of_prompts_and_answers_count(tmp_path: Path):
         error = await error_of(generate(api, KEY))
         assert error.details() == "this client may use at most 41 tokens per minute"
         tenant = api.router.service._security.tenants.find([KEY])
-        assert tenant._tokens.wait_s(41, tenant._clock()) == pytest.approx(42 * 60 / 41, abs=3)
+        with tenant._account.open() as counts:
+            bucket = TokenBucket(41, tenant._clock(), counts.tokens)
+            assert bucket.wait_s(41, tenant._clock()) == pytest.approx(42 * 60 / 41, abs=3)
 
 
 async def test_running_requests_are_limited_and_freed(tmp_path: Path):
@@ -213,7 +222,7 @@ async def test_running_requests_are_limited_and_freed(tmp_path: Path):
         await decode.changes.until(lambda: decode.cancels)
         stream.cancel()
         tenant = api.router.service._security.tenants.find([KEY])
-        await until(lambda: not tenant._num_running)
+        await until(lambda: num_running_of(tenant) == 0)
 
 
 async def test_each_prompt_of_a_call_counts_as_a_request(tmp_path: Path):
@@ -302,7 +311,7 @@ async def test_the_bodies_of_one_tenant_leave_room_for_those_of_others(tmp_path:
             heads.append(asyncio.ensure_future(reader.readuntil(b"\r\n\r\n")))
         # The one that is too many is not always the last one.
         done, others = await asyncio.wait(heads, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert [head.result().startswith(b"HTTP/1.1 503") for head in done] == [True]
+        assert [head.result().startswith(b"HTTP/1.1 429") for head in done] == [True]
         for head in others:
             head.cancel()
         client = openai_client(api, OTHER_KEY)
@@ -364,6 +373,28 @@ async def test_two_tenants_may_use_the_same_request_id(tmp_path: Path):
             stream.cancel()
 
 
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+async def test_a_tenant_with_few_requests_does_not_wait_for_all_of_another(tmp_path: Path):
+    decode = FakeDecode(ENDLESS, pause_after=3, max_num_requests=1)
+    async with closed_router(tmp_path, decode) as api:
+        waiting = api.router.fleet.waiting
+        calls = []
+        for number, key in enumerate([KEY] * 12 + [OTHER_KEY]):
+            message = request(request_id=f"{number}", max_tokens=100)
+            calls.append(asyncio.create_task(awaited(generate(api, key, message))))
+            await until(lambda number=number: len(waiting) == number)
+            if not number:
+                await decode.changes.until(lambda: decode.running)
+        decode.resume()
+        await asyncio.gather(*calls)
+    ids = [start.spec.request_id.partition("/")[0] for start in decode.starts]
+    assert ids.index("12") <= 6
+    assert [each for each in ids if each != "12"] == [str(number) for number in range(12)]
+
+
 # Calls beside requests.
 
 
@@ -384,7 +415,7 @@ async def test_calls_of_the_tokenizer_have_a_limit_of_their_own(
                 ("/v1/messages/count_tokens", MESSAGE),
             ):
                 answer = await api.http.post(path, json=body, headers=bearer(KEY))
-                assert answer.status_code == 429, path
+                assert answer.status_code == 503, path
             message = generation_pb2.TokenizeRequest(text="a")
             call = api.router.stub.Tokenize(message, metadata=metadata(KEY))
             assert (await error_of(call)).code().name == "RESOURCE_EXHAUSTED"

@@ -5,6 +5,7 @@ store, steps that raise, deadlines, aborts, and ids that are used again, tokens 
 blocks are conserved, and every request ends.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from baton.common.request.structured_outputs import StructuredOutputs
 from engine.kv_cache.spec import StateSpacing
-from engine.request import EngineOutput, EngineRequest
+from engine.request import EngineOutput, EngineRequest, PrefixRequest
 from engine.runner import ModelInfo
 from engine.schedule import step_times
 from engine.validation import num_blocks_needed
+from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.engine_work import has_work
@@ -111,6 +113,9 @@ class Cluster(RuleBasedStateMachine):
         self.store: dict = {}
         self.now = 0.0
         self.handoff_ids: list[str] = []
+        self._lease_numbers = itertools.count()
+        # Requests that may pull their beginning, once the other engine has answered.
+        self._answered: list[tuple[CheckedEngine, EngineRequest]] = []
         config["kv_transfer_block_size"] = transfer_block_size
         if "model" in (config["speculative_config"] or {}):
             config["pipeline_parallel_size"] = 1
@@ -177,6 +182,7 @@ class Cluster(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
         timeout_s=st.sampled_from([None, None, None, 2, 30]),
+        source=st.none() | ENGINES,
     )
     def add(
         self,
@@ -195,6 +201,7 @@ class Cluster(RuleBasedStateMachine):
         priority: int,
         salt: str,
         timeout_s: int | None,
+        source: int | None,
     ) -> None:
         target = self.engines[engine]
         num_candidates = min(num_candidates, target.config.max_running)
@@ -223,8 +230,32 @@ class Cluster(RuleBasedStateMachine):
         if not target.hands_over:
             request = _resumed(request, num_resumed)
         for _ in range(min(num_copies, MAX_LIVE - len(target.live))):
-            named = changed(request, request_id=self._free_id())
-            target.add(CheckedRequest.of(named, target.info))
+            if source is None or source == engine or num_logprobs[1] is not None:
+                self._add(target, request)
+            else:
+                self._ask(self.engines[source], target, request)
+
+    def _add(self, target: CheckedEngine, request: EngineRequest) -> None:
+        named = changed(request, request_id=self._free_id())
+        target.add(CheckedRequest.of(named, target.info))
+
+    def _ask(self, source: CheckedEngine, target: CheckedEngine, request: EngineRequest) -> None:
+        """Asks an engine to lend the beginning of a prompt; its answer lets the request begin."""
+        if not source.core.lends_prefixes:
+            self._add(target, request)
+            return
+        spec, size = request.spec, target.config.transfer_block_size
+        keys = BlockKeyChain(target.core.namespace, size, cache_salt=spec.cache_salt)
+        asked = tuple(keys.extend(spec.prompt_token_ids[:-1]))
+        lease_id = f"pull {next(self._lease_numbers)}"
+
+        def answer(handoff: KvHandoff | None) -> None:
+            if handoff is not None:
+                assert handoff.block_keys == asked[: len(handoff.block_keys)]
+                self.handoff_ids.append(handoff.handoff_id)
+            self._answered.append((target, replace(request, prefix=handoff)))
+
+        source.core.scheduler.lend_prefix(PrefixRequest(lease_id, asked, answer))
 
     # Steps.
 
@@ -295,11 +326,13 @@ class Cluster(RuleBasedStateMachine):
     def _release_handoff(self, engine: CheckedEngine, index: int) -> None:
         if self.handoff_ids:
             handoff_id = self.handoff_ids[index % len(self.handoff_ids)]
-            self.engines[0].core.scheduler.release_handoff(handoff_id)
+            for each in self.engines:
+                each.core.scheduler.release_handoff(handoff_id)
 
     def _end_lease(self, engine: CheckedEngine, index: int) -> None:
-        if leases := self.engines[0].worker.leases:
-            self.engines[0].worker.end_lease(leases[index % len(leases)])
+        for each in self.engines:
+            if leases := each.worker.leases:
+                each.worker.end_lease(leases[index % len(leases)])
 
     def _reset_prefix_cache(self, engine: CheckedEngine, index: int) -> None:
         engine.core.scheduler.reset_prefix_cache()
@@ -376,6 +409,10 @@ class Cluster(RuleBasedStateMachine):
             self._hand_over(checked.request, output, handoff)
         engine.handed_over.clear()
         self._take_moved(engine)
+        answered, self._answered = self._answered, []
+        for target, request in answered:
+            if len(target.live) < MAX_LIVE:
+                self._add(target, request)
 
     def _take_moved(self, engine: CheckedEngine) -> None:
         """Lets requests that have moved off one engine continue on another."""
@@ -473,6 +510,7 @@ def walk(seed: int, num_operations: int, *, has_states: bool) -> None:
             priority=draw.randint(0, 2),
             salt=draw.choice(["", "", "", "tenant"]),
             timeout_s=draw.choice([None, None, None, 30]),
+            source=draw.choice([None, 0, 1, 2]),
         )
 
     def mishap() -> None:

@@ -142,9 +142,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.saves: list[tuple[list[int], list]] = []
         self.flying: list[Step] = []
         self.number = 0
-        self.cached: set[bytes] = set()
+        self.cached: set[tuple[int, bytes]] = set()
         self.next_event = 1
-        self._follow(self.kv.events.start_recording())
+        events, snapshot = self.kv.events.start_recording()
+        assert not events
+        assert snapshot == (CacheCleared(0),)
 
     # Between steps.
 
@@ -595,13 +597,15 @@ class ManagerMachine(RuleBasedStateMachine):
             assert event.sequence_number == self.next_event
             self.next_event += 1
             match event:
-                case BlocksStored(_, keys, parent):
+                case BlocksStored(_, keys, parent, layer_group):
                     assert parent is None or keys[0].startswith(parent)
-                    assert not self.cached & set(keys)
-                    self.cached |= set(keys)
-                case BlocksRemoved(_, keys):
-                    assert self.cached >= set(keys)
-                    self.cached -= set(keys)
+                    stored = {(layer_group, key) for key in keys}
+                    assert not self.cached & stored
+                    self.cached |= stored
+                case BlocksRemoved(_, keys, layer_group):
+                    removed = {(layer_group, key) for key in keys}
+                    assert self.cached >= removed
+                    self.cached -= removed
                 case CacheCleared():
                     self.cached.clear()
 
@@ -640,7 +644,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def a_follower_knows_what_is_cached(self) -> None:
         if hasattr(self, "kv"):
             self._follow(self.kv.events.take_events())
-            assert self.cached == set(self.kv.pool.cached_keys())
+            runs = list(self.kv.pool.cached_runs())
+            assert self.cached == {(group, key) for group, keys, _ in runs for key in keys}
+            for _, keys, parent in runs:
+                assert keys[0].startswith(parent or b"")
 
     def teardown(self) -> None:
         """Ends everything; then all blocks are free."""

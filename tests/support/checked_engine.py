@@ -13,7 +13,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from engine.batch import ScheduledBatch
-from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.kv_cache.spec import slicing_of
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
@@ -199,9 +199,9 @@ class CheckedEngine:
         self.moved: list[tuple[CheckedRequest, KvHandoff | None]] = []
         self._first_tokens: dict[str, EngineOutput] = {}
         self._num_saved = Counter[str]()  # by handoff
-        self.followed_keys: set[bytes] = set()
+        self.followed_keys: set[tuple[int, bytes]] = set()
         self.counts = Counter[str]()
-        self._next_event = 1
+        self._next_event = 0  # 0 while nobody follows
         self._num_fallible_steps = 0  # steps that may still end requests as not finite
         self._bad_request = ""  # every step with it raises
         self._failed_alone = set[str]()
@@ -287,12 +287,16 @@ class CheckedEngine:
 
     def watch(self) -> None:
         """Starts or restarts following the prefix cache's events."""
-        self._follow(self.core.scheduler.kv.events.start_recording())
+        events, snapshot = self.core.scheduler.kv.events.start_recording()
+        if self._next_event:
+            self._follow(events)
+        self._next_event = snapshot[0].sequence_number
+        self._follow(snapshot)
         self.check()
 
     def unwatch(self) -> None:
         self.core.scheduler.kv.events.stop_recording()
-        self.followed_keys = set()
+        self.followed_keys, self._next_event = set(), 0
 
     # Checks.
 
@@ -301,7 +305,11 @@ class CheckedEngine:
         self._check_runner()
         self._follow(self.core.scheduler.kv.events.take_events())
         if self.core.scheduler.kv.events.is_recording:
-            assert self.followed_keys == set(self.core.scheduler.kv.pool.cached_keys())
+            pool, groups = (
+                self.core.scheduler.kv.pool,
+                range(self.core.scheduler.kv.spec.num_layer_groups),
+            )
+            assert self.followed_keys == {(g, key) for g in groups for key in pool.cached_keys(g)}
 
     def finish(self, most_steps: int) -> None:
         """Steps until there is no work; checks that nothing is left."""
@@ -336,16 +344,19 @@ class CheckedEngine:
 
     def _follow(self, events: tuple[KvEvent, ...]) -> None:
         for event in events:
-            assert event.sequence_number == self._next_event
-            self._next_event += 1
+            # The parts of a snapshot have one number.
+            assert self._next_event - 1 <= event.sequence_number <= self._next_event
+            self._next_event = event.sequence_number + 1
             match event:
                 case BlocksStored():
-                    assert self.followed_keys.isdisjoint(event.keys)
-                    self.followed_keys.update(event.keys)
+                    keys = {(event.layer_group, key) for key in event.keys}
+                    assert self.followed_keys.isdisjoint(keys)
+                    self.followed_keys |= keys
                 case BlocksRemoved():
-                    assert self.followed_keys.issuperset(event.keys)
-                    self.followed_keys.difference_update(event.keys)
-                case _:
+                    keys = {(event.layer_group, key) for key in event.keys}
+                    assert self.followed_keys >= keys
+                    self.followed_keys -= keys
+                case CacheCleared():
                     self.followed_keys.clear()
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
@@ -403,6 +414,7 @@ class CheckedEngine:
             case AbortedError():
                 assert "could not be loaded" in output.error.message
                 assert self.config.kv_load_failure_policy == "fail"
+                assert request.handoff is not None or request.prefix is None
             case _:
                 assert isinstance(output.error, InternalError)
                 if "not finite" in output.error.message:

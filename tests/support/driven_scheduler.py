@@ -67,6 +67,7 @@ class DrivenScheduler:
         num_host_blocks: KV blocks in the host pool.
         windows: sliding window of each layer group.
         with_connector: whether it has a connector, whose jobs the test ends.
+        finds_by_key: whether the connector is a store; else it lends blocks.
         role: "prefill" hands every request over.
         config: fields of the engine's configuration.
 
@@ -83,6 +84,7 @@ class DrivenScheduler:
         num_host_blocks: int = 0,
         windows: tuple[int | None, ...] = (None,),
         with_connector: bool = False,
+        finds_by_key: bool = True,
         role: str = "both",
         **config: object,
     ) -> None:
@@ -92,7 +94,7 @@ class DrivenScheduler:
         self.shares: dict[str, int] = {}
         self._hands_over = role == "prefill"
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
-        connector = KvConnectorScheduler("fake", lease_s=60)
+        connector = KvConnectorScheduler("fake", lease_s=60, finds_by_key=finds_by_key)
         engine_config = fake_config(kv_connector="fake://" if with_connector else None, **config)
         parts = SchedulerParts.build(
             engine_config,

@@ -44,12 +44,16 @@ class FakeEngine:
         self.finished_candidates: list[tuple[str, int]] = []
         self.released: list[str] = []
         self.prefetched: list[KvHandoff] = []
+        self.lends_prefixes = False
+        self.lent_prefix: KvHandoff | None = None
+        self.asked_keys: list[tuple[bytes, ...]] = []
         self.num_cached_blocks = 0
         self.events: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
         self.num_followers = 0
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
+        self.age_s = 0.0
         self.handlers: dict[str, Callable[[EngineOutput], None]] = {}
         self._is_draining = False
         self._changed = asyncio.Event()
@@ -57,9 +61,19 @@ class FakeEngine:
 
     # What services call.
 
-    def submit(self, request: EngineRequest, on_output: Callable[[EngineOutput], None]) -> None:
+    def check(self, request: EngineRequest) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(
+        self,
+        request: EngineRequest,
+        on_output: Callable[[EngineOutput], None],
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        if not is_checked:
+            self.check(request)
         if self._is_draining:
             raise UnavailableError("this replica takes no new requests")
         request_id = request.spec.request_id
@@ -100,6 +114,10 @@ class FakeEngine:
         num_blocks, self.num_cached_blocks = self.num_cached_blocks, 0
         return num_blocks
 
+    async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
+        self.asked_keys.append(tuple(keys))
+        return self.lent_prefix
+
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         self.num_followers += 1
         try:
@@ -110,6 +128,7 @@ class FakeEngine:
             self._notify()
 
     def load(self) -> EngineLoad:
+        self.age_s += 1.0
         return EngineLoad(
             num_running=self.num_running,
             num_waiting=0,
@@ -118,6 +137,7 @@ class FakeEngine:
             num_blocks=self.num_blocks,
             draining=self._is_draining,
             role=self.role,
+            age_s=self.age_s,
         )
 
     async def drain(self, timeout_s: float) -> int:

@@ -117,6 +117,10 @@ class FakeWorker:
         self.current_kv_backends: list[worker_pb2.KvBackendStatus] = []
         self.changes = Changes()
         self.refusal: BatonError | None = None
+        self.asked_keys: list[tuple[bytes, ...]] = []
+        self.lent_prefix: prefill_pb2.KvHandoff | None = None
+        self.lend_refusal: BatonError | None = None
+        self.holds_prefix = False
         self.is_frozen = False
         self.num_infos = 0
         self.num_watches = 0
@@ -188,8 +192,22 @@ class FakeWorker:
     async def reset_prefix_cache(self) -> int:
         return 0
 
+    async def lend_prefix(
+        self, request: worker_pb2.LendPrefixRequest
+    ) -> worker_pb2.LendPrefixResponse:
+        self.asked_keys.append(tuple(request.keys))
+        self.changes.notify()
+        if self.holds_prefix:
+            await asyncio.Event().wait()
+        if self.lend_refusal is not None:
+            raise self.lend_refusal
+        return worker_pb2.LendPrefixResponse(handoff=self.lent_prefix)
+
     async def watch_kv_events(self) -> AsyncIterator[worker_pb2.WatchKvEventsResponse]:
-        yield worker_pb2.WatchKvEventsResponse()
+        response = worker_pb2.WatchKvEventsResponse()
+        response.events.add(sequence_number=0).cleared.SetInParent()
+        yield response
+        await asyncio.Event().wait()
 
     def script_of(self, index: int) -> list[int]:
         """Returns the tokens that candidate `index` generates."""
@@ -255,6 +273,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         super().__init__(script, **info)
         self.requests: list[request_pb2.RequestSpec] = []
+        self.prefixes: list[prefill_pb2.KvHandoff] = []
         self.released: list[str] = []
         self.num_cancelled = 0
         self.has_handoff = True
@@ -281,6 +300,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Prefill(self, request, context):
         self.requests.append(request.spec)
+        if request.HasField("prefix"):
+            self.prefixes.append(request.prefix)
         self.changes.notify()
         if self.refusal is not None:
             raise self.refusal

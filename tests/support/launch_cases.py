@@ -19,11 +19,13 @@ from kernels import (
     DrawTable,
     ExpertScores,
     NormKind,
+    QuantizedForm,
     RoutingRule,
     RuleTable,
     WeightUse,
     reference,
 )
+from kernels.formats import FORMATS
 from kernels.triton import (
     attention,
     blocks,
@@ -33,6 +35,7 @@ from kernels.triton import (
     linear,
     logit_rules,
     pointwise,
+    quantized,
     recurrent,
     routing,
     row_state,
@@ -137,6 +140,26 @@ def _experts(rows=1, dtype=BF16) -> None:
     )
 
 
+def _quantized(dtype=BF16) -> None:
+    for name in ("Q4_0", "Q4_K", "INT4_128", "MXFP4", "Q6_K", "Q5_1", "INT8", "FP8"):
+        form = QuantizedForm(FORMATS[name], is_exact=True)
+        for use in (WeightUse.LINEAR, WeightUse.LOOKUP):
+            weight = quantized.make_weight(512, 2048, dtype, CPU, use, form)
+            if use is WeightUse.LINEAR:
+                linear.linear(torch.zeros(1, 2048, dtype=dtype), weight)
+                linear.linear(torch.zeros(64, 2048, dtype=dtype), weight, out_dtype=FP32)
+            else:
+                quantized.embed(torch.zeros(3, dtype=torch.int64), weight)
+    up = quantized.make_weight_stack(
+        32, 256, 512, dtype, CPU, WeightUse.GATED_LINEAR, QuantizedForm(FORMATS["MXFP4"], True)
+    )
+    for rows in (1, 1000):
+        logits = torch.zeros(rows, 32)
+        routed = routing.route_experts(logits, RoutingRule(4), Cut.whole(32))
+        hidden = torch.zeros(rows, 512, dtype=dtype)
+        experts.expert_linear(hidden, up, routed, gathers=True)
+
+
 def _angles_and_maxima() -> None:
     pointwise.rotary_angles(torch.arange(7), torch.ones(64), 1.0)
     pointwise.row_maxima(torch.empty(3, 128_256))
@@ -237,6 +260,8 @@ CASES: Mapping[str, Callable[[], None]] = {
     "angles and maxima": _angles_and_maxima,
     "experts": _experts,
     "experts, prompts, float32": partial(_experts, 1000, FP32),
+    "quantized": _quantized,
+    "quantized, float16": partial(_quantized, FP16),
     "blocks": _blocks,
     "prepare": _prepare,
     "prepare, norms": partial(_prepare, has_norms=True),

@@ -205,6 +205,30 @@ async def late_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return await failed_call(router.generate(request(), timeout_s=20)), None
 
 
+@refusal("RESOURCE_EXHAUSTED", "SLO_TTFT")
+async def late_first_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return await with_slo("x-slo-ttft-ms"), None
+
+
+@refusal("RESOURCE_EXHAUSTED", "SLO_TPOT")
+async def slow_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return await with_slo("x-slo-tpot-ms"), None
+
+
+async def with_slo(header: str) -> grpc.aio.AioRpcError:
+    """Returns the refusal of a request that asks for 50 ms where others take a second."""
+    async with router_of() as router:
+        backlog = router.model._backlog
+        with backlog.place(0):
+            with backlog.place(0) as place:
+                place.entered_at -= 1
+                backlog.begin(place)
+                place.begun_at -= 10
+                place.num_tokens = 11
+            call = router.stub.Generate(request(), timeout=60, metadata=((header, "50"),))
+            return await failed_call(call)
+
+
 @refusal("RESOURCE_EXHAUSTED", "CLIENT_RATE")
 async def too_often(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return await as_tenant(folder, num_calls=2, requests_per_minute=1), None

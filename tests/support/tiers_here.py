@@ -44,6 +44,7 @@ class WorkerHere:
     ) -> None:
         self.kv_connector, self.role, self._variant = kv_connector, role, variant
         self._tracing = tracing or TracingConfig()
+        self.engine: AsyncEngine
         self._server: RpcServer
         self._tier: Service
         self.port = reserved_port()
@@ -64,9 +65,9 @@ class WorkerHere:
         )
         self._server = RpcServer(ServerConfig(port=self.port), WORKER_SERVICES)
         await self._server.listen()
-        engine = await AsyncEngine.start(config)
-        engine.role = Role[self.role.upper()]
-        self._tier = add_services(engine, self._server, self._tracing)
+        self.engine = await AsyncEngine.start(config)
+        self.engine.role = Role[self.role.upper()]
+        self._tier = add_services(self.engine, self._server, self._tracing)
 
     async def stop(self) -> None:
         await self._server.stop(0)

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "CollectTexts",
+    "auto_or_count",
     "auto_or_number",
     "byte_size",
     "byte_size_with_unit",
@@ -109,6 +110,11 @@ def gibibytes(text: str) -> int:
 def count(text: str) -> int:
     """Parses a flag's number of tokens, such as 4096, 4k (4000) or 4K (4096)."""
     return _checked(parse_count, text)
+
+
+def auto_or_count(text: str) -> str | int:
+    """Parses auto, or a whole number as `parse_count` takes it."""
+    return text if text == "auto" else count(text)
 
 
 def auto_or_number(text: str) -> str | float:

@@ -61,12 +61,15 @@ class MetricInfo:
         labels: its labels, each with all its values; None for a set that is not known in
             advance, of which `MAX_OPEN_VALUES` are distinguished.
         buckets: upper bounds of a histogram's buckets, ascending.
+        across: how gauges of a router's processes become one: the sum, or the largest where all of
+            them see the same, such as replicas.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
     buckets: tuple[float, ...] = BUCKETS_S
+    across: Literal["sum", "max"] = "sum"
 
     def known_labels(self) -> Iterable[tuple[str, ...]]:
         """Returns every combination of the labels' values; none if a set is open."""

@@ -8,13 +8,12 @@ fields, so a new sampling parameter needs no line here. The exceptions are beam 
 
 import asyncio
 import json
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from baton.common.errors import InvalidArgumentError
 from baton.common.request.known_fields import check_known, check_value
@@ -26,7 +25,7 @@ from baton.v1 import common_pb2, request_pb2
 
 __all__ = [
     "params_from_proto",
-    "receive_spec",
+    "read_message",
     "sampling_to_proto",
     "spec_from_proto",
     "spec_to_proto",
@@ -41,6 +40,7 @@ _EARLY_STOPPING = {
     "never": common_pb2.EARLY_STOPPING_NEVER,
 }
 _MAX_INLINE_BYTES = 16 * 1024
+_Result = TypeVar("_Result")
 _ALL_FIELDS = frozenset(SamplingParams.__slots__)
 _DEFAULTS = SamplingParams()
 _ALWAYS_SENT = ("max_tokens", "seed")
@@ -160,11 +160,18 @@ def stated_from_proto(
     return stated
 
 
-def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
+def spec_to_proto(
+    spec: RequestSpec, message: request_pb2.RequestSpec | None = None
+) -> request_pb2.RequestSpec:
     """The message that carries a spec to a worker, with the time left until its deadline.
 
     It sets only the parameters that differ from the defaults, so that an older worker, which
     refuses fields that it does not know, accepts requests that do not need them.
+
+    Args:
+        spec: the spec.
+        message: an empty message to write to, say a part of another one: a message that becomes
+            a part is copied, which takes milliseconds for a long prompt.
 
     Raises:
         DeadlineExceededError: the deadline has passed.
@@ -174,9 +181,10 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         for name in SamplingParams.__slots__
         if name in _ALWAYS_SENT or getattr(spec.params, name) != getattr(_DEFAULTS, name)
     }.difference(_NEVER_SENT)
-    return request_pb2.RequestSpec(
+    message = request_pb2.RequestSpec() if message is None else message
+    message.prompt_token_ids.extend(spec.prompt_token_ids)
+    parts = request_pb2.RequestSpec(
         request_id=spec.request_id,
-        prompt_token_ids=spec.prompt_token_ids,
         sampling=sampling_to_proto(spec.params, only),
         stopping=stopping_to_proto(spec.params, only),
         stop_token_ids=sorted(spec.stop_token_ids),
@@ -190,6 +198,8 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         traceparent=spec.traceparent,
         prediction_token_ids=spec.prediction_token_ids,
     )
+    message.MergeFrom(parts)
+    return message
 
 
 def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestSpec:
@@ -229,11 +239,11 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
     )
 
 
-async def receive_spec(message: request_pb2.RequestSpec) -> RequestSpec:
-    """`spec_from_proto`, now. A thread reads large specs: a schema of 256 KiB would keep the event
-    loop from other streams for 0.2 s.
+async def read_message(message: Message, read: Callable[[], _Result]) -> _Result:
+    """Returns what a function makes of a message. A thread calls it for large ones: a schema of
+    256 KiB would keep the event loop from other streams for 0.2 s, a prompt of 100,000 tokens for
+    30 ms.
     """
-    read = partial(spec_from_proto, message, now=time.monotonic())
     if message.ByteSize() <= _MAX_INLINE_BYTES:
         return read()
     return await asyncio.to_thread(read)

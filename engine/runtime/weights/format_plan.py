@@ -28,6 +28,7 @@ _CUT_BLOCKS = "whose blocks --tensor-parallel-size divides"
 _STORED_DENSELY = "which the model stores densely"
 _MIXED = "beside parts of one weight in other formats"
 _INPUTS_OF_SCALE = 32  # consecutive inputs that fast products round with one scale
+_WITH_SCALE_OF_ROW = frozenset([FORMATS["FP8"]])  # fast products round a whole row with one scale
 
 FormatOf = Callable[[str], WeightFormat | None]
 """Returns the storage format of a checkpoint's tensor by its name; None for numbers."""
@@ -99,7 +100,8 @@ def divides_blocks(model: CausalModel, format_of: FormatOf, fast: Set[WeightForm
         if weight_format in fast and part.takes_blocks and not part.is_quantized:
             assert weight_format is not None
             columns, unit = part.cuts[-1], max(weight_format.block, _INPUTS_OF_SCALE)
-            if not columns.is_whole and columns.size % unit:
+            is_cut = weight_format in _WITH_SCALE_OF_ROW or columns.size % unit
+            if is_cut and not columns.is_whole:
                 return True
     return False
 

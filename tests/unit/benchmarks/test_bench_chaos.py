@@ -78,18 +78,20 @@ def test_tokens_are_judged_by_those_of_the_quiet_run(own, verdict):
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "tries"),
+    ("kind", "target", "code", "tries"),
     [
-        ("kill", "UNAVAILABLE", 2),
-        ("drain", "UNAVAILABLE", 2),
-        ("freeze", "UNAVAILABLE", 1),
-        ("kill", "INTERNAL", 1),
-        ("", "UNAVAILABLE", 1),
+        ("kill", "router-0", "UNAVAILABLE", 2),
+        ("kill", "router-0/1", "UNAVAILABLE", 2),
+        ("kill", "router-1/0", "UNAVAILABLE", 1),
+        ("drain", "router-0", "UNAVAILABLE", 2),
+        ("freeze", "router-0", "UNAVAILABLE", 1),
+        ("kill", "router-0", "INTERNAL", 1),
+        ("", "", "UNAVAILABLE", 1),
     ],
 )
-async def test_only_what_a_router_lost_by_its_end_is_sent_again(kind, code, tries):
+async def test_only_what_a_router_lost_by_its_end_is_sent_again(kind, target, code, tries):
     error = UnavailableError("gone") if code == "UNAVAILABLE" else InternalError("bug")
-    happened = [Event(0.0, kind, "router-0")] if kind else []
+    happened = [Event(0.0, kind, target)] if kind else []
     records = await send_all(
         REQUESTS[:1],
         [FakeClient(error), FakeClient(None)],

@@ -504,3 +504,29 @@ async def test_a_step_that_ends_after_all_lets_the_engine_go_on(
     await asyncio.wait_for(collector.ended.wait(), 10)
     await until_stalled(engine, False)
     assert collector.tokens == expected_tokens(PROMPT, 6)
+
+
+async def test_a_load_says_which_requests_it_cannot_include(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    """One that comes while a step computes is taken after it."""
+    async with asyncio.timeout(10):
+        while engine.load().age_s:  # noqa: ASYNC110 - until the engine sleeps
+            await asyncio.sleep(0)
+        first, second = Collector(), Collector()
+        engine.submit(make_request("a", max_tokens=2), first)
+        runner.gate.release()
+        await first.started.wait()
+        submitted_at = time.monotonic()
+        engine.submit(make_request("b"), second)
+        while engine.load().age_s <= 0.02:  # noqa: ASYNC110 - in a step at the gate
+            await asyncio.sleep(0.001)
+        load = engine.load()
+        assert time.monotonic() - load.age_s <= submitted_at or load.num_queued_tokens >= 5
+        runner.free()
+        await second.ended.wait()
+        while engine.load().age_s:  # noqa: ASYNC110 - until it sleeps again
+            await asyncio.sleep(0.001)
+    assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
+    assert engine.load().prompt_token_s > 0
+    assert engine.load().decode_step_s > 0

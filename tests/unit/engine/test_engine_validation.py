@@ -1,16 +1,20 @@
 """Checks of a request before the engine queues it."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.common.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.common.request.request_spec import ReasoningMarks
 from engine import validation
 from engine.batch import TokenLogprobs
 from engine.request import CandidateProgress
 from engine.validation import check_request, num_blocks_needed
+from kvstore.block_key import BlockKeyChain
+from kvstore.codec import DIGEST_SCHEME
+from kvstore.handoff import KvHandoff
 from tests.support.fake_runner import fake_config, fake_info
 from tests.support.requests import changed, engine_request
 
@@ -187,3 +191,35 @@ def test_ranked_candidates_bring_their_log_probabilities():
         check(replace(ranked, progress=progress((0, (1,)))))
     with pytest.raises(InvalidArgumentError, match="token_logprobs has 1 entries; it must have 0"):
         check(replace(changed(REQUEST, logprobs=0), progress=(given,)))
+
+
+def lent(num_tokens, prompt, handoff_id="lent"):
+    keys = BlockKeyChain(b"namespace", 4).extend(prompt[:num_tokens])
+    return KvHandoff(
+        handoff_id, b"namespace", tuple(keys), num_tokens, "fake", DIGEST_SCHEME, lease_ms=1000
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "fields", "message"),
+    [
+        (8, {}, None),
+        (12, {}, "prefix.num_tokens"),  # the last token is to be computed
+        (6, {}, "prefix.num_tokens"),
+        (8, {"prompt_logprobs": 1}, "prefix is set together with prompt_logprobs"),
+        (8, {"cache_salt": "other"}, "prefix.block_keys"),
+    ],
+)
+def test_a_lent_prefix_must_be_a_beginning_of_the_prompt(num_tokens, fields, message):
+    prompt = (1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0)
+    request = changed(
+        engine_request("r", prompt, max_tokens=2), prefix=lent(num_tokens, prompt), **fields
+    )
+    with pytest.raises(BatonError, match=message) if message else nullcontext():
+        check_request(
+            request,
+            config=fake_config(kv_connector="fake://"),
+            info=fake_info(4, 64),
+            num_blocks=100,
+            namespace=b"namespace",
+        )

@@ -80,7 +80,7 @@ def test_the_error_of_a_namespace_mismatch_names_both_sides():
 def test_the_error_of_an_incompatible_handoff_names_both_sides():
     handoff = replace(HANDOFF, namespace=b"\xaa")
     handoff.check_compatible(namespace=b"\xaa", connector="redis")
-    with pytest.raises(FailedPreconditionError, match="decode has bb, prefill sent aa"):
+    with pytest.raises(FailedPreconditionError, match="this replica has bb, the handoff aa"):
         handoff.check_compatible(namespace=b"\xbb", connector="redis")
 
 
@@ -91,7 +91,7 @@ def test_a_handoff_survives_a_round_trip():
 def test_handoffs_of_another_format_or_with_bad_keys_are_refused():
     newer = handoff_to_proto(HANDOFF)
     newer.format_version = 99
-    with pytest.raises(FailedPreconditionError, match="decode has 1, prefill sent 99"):
+    with pytest.raises(FailedPreconditionError, match="this replica has 1, the handoff 99"):
         handoff_from_proto(newer)
     torn = handoff_to_proto(HANDOFF)
     torn.block_keys[1] = b"short"

@@ -10,6 +10,7 @@ from router.security import RouterSecurity
 from router.tenants.tenant import OPEN_TENANT
 from tests.support.certificates import Authority, write_files
 
+REGISTRATION = "/baton.v1.RegistrationService/Announce"
 OPERATORS, CLIENTS = "/baton.v1.ClusterService/GetTrace", "/baton.v1.GenerationService/Generate"
 
 
@@ -104,3 +105,14 @@ def test_one_ca_for_clients_and_workers_makes_operators_of_its_certificates(tmp_
 def test_clients_need_no_credential_of_operators(tmp_path, host):
     authorize = authorize_of(host, str(tmp_path / "token"))
     assert authorize(CLIENTS, Call()) is OPEN_TENANT
+
+
+def test_workers_that_announce_themselves_need_what_operators_need(tmp_path):
+    path = tmp_path / "token"
+    authorize = authorize_of("0.0.0.0", str(path))
+    authorize(REGISTRATION, Call(("authorization", f"Bearer {path.read_text().strip()}")))
+    with pytest.raises(UnauthenticatedError):
+        authorize(REGISTRATION, Call())
+    with pytest.raises(PermissionDeniedError, match="no credential for operators and workers"):
+        authorize_of("0.0.0.0")(REGISTRATION, Call())
+    authorize_of("127.0.0.1")(REGISTRATION, Call())

@@ -25,6 +25,7 @@ def replica(address, role=DECODE, state=READY, model="tiny", **options):
         worker_id=f"id of {address}",
         load=worker_pb2.WorkerLoad(**{"num_blocks": 100, "num_free_blocks": 60, **load}),
         counters=worker_pb2.WorkerCounters(**counters),
+        **options,
     )
 
 
@@ -68,12 +69,14 @@ NOW = sample(
             "prefix_cache_hits": 1000,
         },
         counters={"prompt_tokens": 5000, "saved_bytes": 3_000_000, "generated_tokens": 4},
+        backlog_s=2.04,
     ),
     replica(
         "10.0.0.2:50062",
         state=DRAINING,
         load={"num_running": 64, "num_preemptions": 1},
         counters={"generated_tokens": 2450, "loaded_bytes": 2_999_000, "failed_transfers": 2},
+        hit_rate=0.42,
     ),
     replica("10.0.0.3:50063", state=LOST, problem="connection refused"),
     num_running=7,
@@ -93,9 +96,9 @@ tokens    1.2k/s generated  2k/s of prompts  25% prefix hits  0% loaded
 times     first token 120 ms (p99 12 s)  per token 12 ms (p99 30 ms)
 transfer  1.5MB/s saved  1.5MB/s loaded  2 failed
 
-tier    replica               state      run wait queued   KV  tok/s prom/s hits
-prefill 10.0.0.1:50061        ready        3   12  20.4k  40%      2     2k  25%
-decode  10.0.0.2:50062        draining    64    0      0  40%   1.2k      0    -
+tier    replica               state      run wait  queue   KV  tok/s prom/s hits
+prefill 10.0.0.1:50061        ready        3   12  2.04s  40%      2     2k  25%
+decode  10.0.0.2:50062        draining    64    0  0.00s  40%   1.2k      0  42%
 decode  10.0.0.3:50063        LOST     connection refused"""
 
 

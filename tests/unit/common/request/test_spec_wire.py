@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from baton.common.request.request_spec import (
 from baton.common.request.sampling_params import SamplingParams, over_defaults
 from baton.common.request.spec_wire import (
     params_from_proto,
-    receive_spec,
+    read_message,
     sampling_to_proto,
     spec_from_proto,
     spec_to_proto,
@@ -239,7 +240,8 @@ async def test_a_large_schema_does_not_block_the_event_loop(schema: str):
     message = spec_message("r")
     message.sampling.structured_outputs.json = schema
     with watched_loops() as watch:
-        spec = await asyncio.create_task(receive_spec(message))
+        read = partial(spec_from_proto, message, now=time.monotonic())
+        spec = await asyncio.create_task(read_message(message, read))
     watch.assert_never_blocked()
     assert spec.params.structured_outputs is not None
 

@@ -634,37 +634,51 @@ def test_swapped_in_blocks_are_cached_once_their_step_has_reported():
 
 def test_events_report_stored_removed_and_cleared_blocks():
     kv = make_manager(4)
-    assert kv.events.start_recording() == (CacheCleared(1),)
+    assert kv.events.start_recording() == ((), (CacheCleared(0),))
     kv.free(compute(kv, 13))
-    assert kv.events.take_events() == (BlocksStored(2, tuple(KEYS[:3]), None),)
+    assert kv.events.take_events() == (BlocksStored(1, tuple(KEYS[:3]), None),)
     table = kv.admit(13, kv.match_prefix(KEYS, 9))
-    assert kv.events.take_events() == (BlocksRemoved(3, (KEYS[2],)),)
+    assert kv.events.take_events() == (BlocksRemoved(2, (KEYS[2],)),)
     kv.register(table, KEYS, 13)
     kv.reset_prefix_cache()
-    assert kv.events.take_events() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
+    assert kv.events.take_events() == (BlocksStored(3, (KEYS[2],), KEYS[1]), CacheCleared(4))
 
 
-def test_events_report_blocks_of_the_first_layer_group_alone():
+def test_events_report_the_blocks_of_every_layer_group():
     kv = make_manager(windows=(None, 5))
     kv.events.start_recording()
     kv.free(compute(kv, 9))
     kv.pool.allocate(16)
-    assert kv.events.take_events() == (
-        BlocksStored(2, tuple(KEYS[:2]), None),
-        BlocksRemoved(3, (KEYS[1], KEYS[0])),
-    )
+    stored, windowed, *removed = kv.events.take_events()
+    assert stored == BlocksStored(1, tuple(KEYS[:2]), None)
+    assert windowed == BlocksStored(2, tuple(KEYS[:2]), None, 1)
+    assert {(event.layer_group, *sorted(event.keys)) for event in removed} == {
+        (0, *sorted(KEYS[:2])),
+        (1, *sorted(KEYS[:2])),
+    }
 
 
 def test_recording_starts_with_a_snapshot():
     kv = make_manager()
     compute(kv, 9)
     assert kv.events.take_events() == (), "recording has not started"
-    snapshot = (CacheCleared(1), BlocksStored(2, tuple(KEYS[:2]), None))
-    assert kv.events.start_recording() == snapshot
+    assert kv.events.start_recording() == (
+        (),
+        (CacheCleared(0), BlocksStored(0, tuple(KEYS[:2]), None)),
+    )
     assert kv.events.take_events() == ()
     kv.events.stop_recording()
     kv.reset_prefix_cache()
     assert kv.events.take_events() == ()
+
+
+def test_a_snapshot_has_runs_with_the_blocks_before_them():
+    kv = make_manager()
+    table = compute(kv, 13)
+    kv.discard(KEYS[:1])
+    _, snapshot = kv.events.start_recording()
+    assert snapshot == (CacheCleared(0), BlocksStored(0, tuple(KEYS[1:3]), KEYS[0]))
+    kv.free(table)
 
 
 def test_a_step_cannot_start_twice():

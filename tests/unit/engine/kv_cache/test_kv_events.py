@@ -17,20 +17,22 @@ from engine.wire import kv_event_responses
 
 def test_too_many_events_become_a_snapshot():
     cached: list[bytes] = []
-    log = KvEventLog(lambda: tuple(cached), max_pending=3)
-    assert log.start_recording() == (CacheCleared(1),)
+    log = KvEventLog(lambda: [(0, tuple(cached), None)] if cached else [], max_pending=3)
+    assert log.start_recording() == ((), (CacheCleared(0),))
     for index in range(5):
         cached.append(bytes([index]))
         log.record_stored(cached[-1:], None)
     cached.remove(b"\x01")
     log.record_removed([b"\x01"])
 
+    assert log.newest == 0
     assert log.take_events() == (
-        CacheCleared(2),
-        BlocksStored(3, (b"\0", b"\2", b"\3", b"\4"), None),
+        CacheCleared(1),
+        BlocksStored(1, (b"\0", b"\2", b"\3", b"\4"), None),
     )
-    log.record_removed([b"\0"])
-    assert log.take_events() == (BlocksRemoved(4, (b"\0",)),)
+    log.record_removed([b"\0"], 2)
+    assert log.take_events() == (BlocksRemoved(2, (b"\0",), 2),)
+    assert log.newest == 2
 
 
 def test_events_within_the_limit_are_kept():
@@ -40,10 +42,26 @@ def test_events_within_the_limit_are_kept():
     log.record_stored([b"b"], b"a")
     log.record_cleared()
     assert log.take_events() == (
-        BlocksStored(2, (b"a",), None),
-        BlocksStored(3, (b"b",), b"a"),
-        CacheCleared(4),
+        BlocksStored(1, (b"a",), None),
+        BlocksStored(2, (b"b",), b"a"),
+        CacheCleared(3),
     )
+
+
+def test_a_snapshot_for_a_late_follower_loses_no_event_of_the_others():
+    log = KvEventLog(lambda: [(0, (b"a",), None), (1, (b"b",), b"a")])
+    log.start_recording()
+    log.record_stored([b"a"], None)
+    log.record_stored([b"b"], b"a", 1)
+    events, snapshot = log.start_recording()
+    assert events == (BlocksStored(1, (b"a",), None), BlocksStored(2, (b"b",), b"a", 1))
+    assert snapshot == (
+        CacheCleared(2),
+        BlocksStored(2, (b"a",), None),
+        BlocksStored(2, (b"b",), b"a", 1),
+    )
+    log.record_cleared()
+    assert log.take_events() == (CacheCleared(3),)
 
 
 def test_sequence_numbers_continue_after_a_pause():
@@ -53,7 +71,9 @@ def test_sequence_numbers_continue_after_a_pause():
     log.stop_recording()
     log.record_cleared()
     assert log.take_events() == ()
-    assert log.start_recording() == (CacheCleared(2),)
+    log.start_recording()
+    log.record_removed([b"a"])
+    assert log.take_events() == (BlocksRemoved(1, (b"a",)),)
 
 
 class FakeRecorder:
@@ -81,13 +101,28 @@ async def test_a_follower_gets_a_snapshot_and_then_changes():
         reading = await start_read(events)
         assert recorder.requests == [True]
         recorder.feeds.deliver([stored_event(4, b"a")])  # recorded before the snapshot
-        recorder.feeds.deliver([CacheCleared(5), stored_event(6, b"a", b"b")])
-        assert list(await reading) == [CacheCleared(5), stored_event(6, b"a", b"b")]
-        recorder.feeds.deliver([stored_event(7, b"c")])
-        recorder.feeds.deliver([BlocksRemoved(8, (b"a",))])
-        assert list(await anext(events)) == [stored_event(7, b"c"), BlocksRemoved(8, (b"a",))]
+        snapshot = [CacheCleared(5), stored_event(5, b"a", b"b")]
+        recorder.feeds.deliver_snapshot(([stored_event(5, b"b")], snapshot))
+        assert list(await reading) == snapshot
+        recorder.feeds.deliver([stored_event(6, b"c")])
+        recorder.feeds.deliver([BlocksRemoved(7, (b"a",))])
+        assert list(await anext(events)) == [stored_event(6, b"c"), BlocksRemoved(7, (b"a",))]
         assert recorder.requests == [True]
     assert recorder.requests == [True, False]
+
+
+async def test_a_snapshot_reaches_only_those_who_need_it():
+    recorder = FakeRecorder()
+    async with aclosing(recorder.feeds.follow()) as first:
+        reading = await start_read(first)
+        recorder.feeds.deliver_snapshot(([], [CacheCleared(1)]))
+        await reading
+        async with aclosing(recorder.feeds.follow()) as second:
+            readings = [await start_read(first), await start_read(second)]
+            snapshot = [CacheCleared(2), stored_event(2, b"a")]
+            recorder.feeds.deliver_snapshot(([stored_event(2, b"a")], snapshot))
+            assert list(await readings[0]) == [stored_event(2, b"a")]
+            assert list(await readings[1]) == snapshot
 
 
 async def test_recording_continues_until_the_last_follower_leaves():
@@ -150,7 +185,7 @@ def test_events_are_sent_in_order():
 
 @pytest.mark.parametrize("parent", [None, b"p"])
 def test_a_large_event_comes_in_several_messages(parent):
-    keys = tuple(index.to_bytes(4, "big") for index in range(2**17 + 5))
+    keys = tuple(index.to_bytes(4, "big") for index in range(2**13 + 5))
     events = [stored_event(7, *keys, parent=parent), BlocksRemoved(8, keys)]
     responses = list(kv_event_responses(events))
     parts = [event for response in responses for event in response.events]
@@ -161,11 +196,9 @@ def test_a_large_event_comes_in_several_messages(parent):
             sum(len(event.stored.keys) + len(event.removed.keys) for event in response.events)
             for response in responses
         )
-        <= 2**16
+        <= 2**12
     )
     follows = [part.stored for part in parts if part.HasField("stored")]
     assert {part.sequence_number for part in parts} == {7, 8}
-    if parent is None:  # parts of a snapshot have no order
-        assert not any(part.HasField("parent") for part in follows)
-    else:
-        assert [part.parent for part in follows] == [b"p", keys[2**16 - 1], keys[2**17 - 1]]
+    assert follows[0].HasField("parent") == (parent is not None)
+    assert [part.parent for part in follows] == [parent or b"", keys[2**12 - 1], keys[2**13 - 1]]

@@ -203,3 +203,16 @@ def test_predictions_for_a_steady_store_are_exact(sizes, latency_s, token_s, num
         store.load(size)
     expected_s = latency_s + num_tokens * token_s
     assert store.costs.predict_s(num_tokens) == pytest.approx(expected_s, rel=1e-3, abs=1e-3)
+
+
+def test_the_speed_of_loads_is_known_for_a_minute():
+    store = FakeStore(latency_s=0.1, token_s=0.001)
+    assert store.costs.tokens_per_s(store.now) == 0.0
+    for _ in range(4):
+        store.load(100)
+    assert store.costs.tokens_per_s(store.now) == pytest.approx(100 / 0.2)
+    assert store.costs.tokens_per_s(store.now + 60) == pytest.approx(500)
+    assert store.costs.tokens_per_s(store.now + 61) == 0.0
+    instant = FakeStore()
+    instant.load(100)
+    assert instant.costs.tokens_per_s(instant.now) == 0.0

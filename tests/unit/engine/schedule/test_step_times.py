@@ -249,3 +249,28 @@ def test_a_long_prompt_ends_though_every_step_is_longer_than_the_limit() -> None
     assert driven.shares["long"] == 4
     driven.steps(13)
     assert "long" not in driven.shares
+
+
+@pytest.mark.parametrize("max_step_ms", ["auto", 0, None])
+def test_speeds_are_measured_with_and_without_a_bound(max_step_ms):
+    device = Device(9 * MS, 1.5 * MS, costs_s=5 * MS, max_step_ms=max_step_ms)
+    assert device.times.prompt_token_s == 5 * MS
+    assert device.times.full_step_s == pytest.approx(64 * 5 * MS)
+    for _ in range(40):
+        device.run(0, 2048)
+        device.run(48)
+    assert device.times.prompt_token_s == pytest.approx(1.5 * MS, rel=0.05)
+    assert device.times.full_step_s == pytest.approx(device.seconds(64), rel=0.05)
+
+
+def test_speeds_do_not_change_while_the_engine_idles():
+    device = Device(9 * MS, 1.5 * MS)
+    for _ in range(20):
+        device.run(0, 2048)
+        device.run(48)
+    before = device.times.prompt_token_s, device.times.full_step_s
+    device.now += 3600.0
+    device.run(48)
+    device.run(0, 2048)
+    after = device.times.prompt_token_s, device.times.full_step_s
+    assert after == pytest.approx(before, rel=0.05)

@@ -18,8 +18,10 @@ from baton.common.errors import (
 )
 from baton.common.security.tokens import hash_of_key, new_key
 from router.config.tenants import TenantPolicy, TenantsConfig
-from router.tenants.tenant import OPEN_TENANT, Tenant, TokenBucket
+from router.fleet.fair_shares import Share
+from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of, read_tenants
+from router.tenants.token_bucket import TokenBucket
 from tests.support.loop_watch import watched_loops
 from tests.support.tenants import KEY, OTHER_KEY, Clock, entry_of, write_tenants
 
@@ -60,7 +62,7 @@ def test_the_stated_wait_is_the_shortest_one(rate: int, used: int, amount: int):
 def test_a_clock_that_goes_back_gives_nothing():
     bucket = TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
-    assert bucket.wait_s(1, 50.0) == pytest.approx(1)
+    assert bucket.wait_s(1, 50.0) == pytest.approx(51)
     assert bucket.wait_s(1, 100.5) == pytest.approx(0.5)
 
 
@@ -229,6 +231,20 @@ def test_a_file_says_who_calls_and_what_they_may(tmp_path: Path):
     assert tenant.priority(-9) == -1
     assert tenants.find([OTHER_KEY]).name == "b"
     assert tenants.find([KEY]) is tenant
+
+
+def test_a_tenant_has_a_weight(tmp_path: Path):
+    path = write_tenants(tmp_path, entry_of("a", KEY, weight=3), entry_of("b", OTHER_KEY))
+    tenants = Tenants(TenantsConfig(tenants=path))
+    assert tenants.find([KEY]).share == Share("a", 3)
+    assert tenants.find([OTHER_KEY]).share == Share("b", 1)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1001])
+def test_a_bad_weight_is_refused(tmp_path: Path, weight: int):
+    path = write_tenants(tmp_path, entry_of("a", KEY, weight=weight))
+    with pytest.raises(ConfigurationError, match=f"entry 0: weight is {weight}; it must be in"):
+        Tenants(TenantsConfig(tenants=path))
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -35,7 +35,8 @@ class FakeStub:
 
 
 def start_command(request_id):
-    return decode_pb2.StartDecode(spec=request_pb2.RequestSpec(request_id=request_id))
+    start = decode_pb2.StartDecode(spec=request_pb2.RequestSpec(request_id=request_id))
+    return decode_pb2.ConnectRequest(start=start)
 
 
 def make_handoff(handoff_id, *keys, num_tokens=0):
@@ -85,7 +86,7 @@ async def test_a_request_that_is_too_large_for_a_message_is_refused_alone(connec
     stub, connection, _ = connected
     running = connection.start(start_command("a"))
     large = start_command("b")
-    large.spec.prompt_token_ids.extend([2**31 - 1] * (4 * 2**20))  # five bytes each
+    large.start.spec.prompt_token_ids.extend([2**31 - 1] * (4 * 2**20))  # five bytes each
     with pytest.raises(InvalidArgumentError, match=r"20971\d+ bytes; a decode"):
         connection.start(large)
     assert connection.is_open

@@ -1,40 +1,39 @@
-"""`Tier`: replicas stay connected while discovery fails."""
+"""`Tier`: the addresses that it follows."""
 
 import asyncio
 
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.discovery import Discovery
 from router.fleet.tier import Tier
 
 
-class FailingDiscovery:
-    """Lists one address at the first look-up, and fails at the next two."""
+class ListedDiscovery:
+    """Lists what the test says."""
 
-    is_static = False
+    def __init__(self, *addresses):
+        self.addresses = frozenset(addresses)
+        self._listeners = []
 
-    def __init__(self):
-        self.num_calls = 0
-        self.recovered = asyncio.Event()
+    def on_change(self, listener):
+        self._listeners.append(listener)
 
-    async def addresses(self):
-        self.num_calls += 1
-        if self.num_calls in (2, 3):
-            raise RuntimeError("the resolver is broken")
-        if self.num_calls == 4:
-            self.recovered.set()
-        return frozenset({"a:1"})
+    def list(self, *addresses):
+        self.addresses = frozenset(addresses)
+        for listener in self._listeners:
+            listener()
 
     def name_of(self, address):
         return None
 
 
-async def test_a_failure_of_discovery_ends_no_follower(monkeypatch, caplog):
-    discovery = FailingDiscovery()
+async def test_addresses_are_followed_once_discovery_lists_them(monkeypatch):
+    own, elsewhere = ListedDiscovery("a:1"), ListedDiscovery()
     followed, ended = [], []
+    news = asyncio.Event()
 
     async def follow(self, follower):
         followed.append(address := follower.address)
+        news.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -43,24 +42,26 @@ async def test_a_failure_of_discovery_ends_no_follower(monkeypatch, caplog):
     monkeypatch.setattr(Tier, "_follow", follow)
     tier = Tier(
         worker_pb2.WORKER_ROLE_DECODE,
-        discovery,
-        Discovery(()),
+        own,
+        elsewhere,
         lambda *_: None,
         ClusterSecurity(),
         check=lambda _: None,
         on_change=lambda: None,
         on_forget=lambda _: None,
-        dns_interval_s=0.0,
     )
+    own.list("a:1", "b:2")  # before it runs
     running = asyncio.create_task(tier.run())
     async with asyncio.timeout(10):
-        await asyncio.wait(
-            (running, recovered := asyncio.create_task(discovery.recovered.wait())),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-    assert recovered.done()
-    assert (followed, ended) == (["a:1"], [])
-    assert caplog.text.count("unexpected failure of discovery") == 2
+        while len(followed) < 2:
+            await news.wait()
+            news.clear()
+        elsewhere.list("c:3")
+        own.list("a:1")  # b:2 left: its follower ends by itself
+        while len(followed) < 3:
+            await news.wait()
+            news.clear()
+    assert (sorted(followed), ended) == (["a:1", "b:2", "c:3"], [])
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert ended == ["a:1"]
+    assert sorted(ended) == ["a:1", "b:2", "c:3"]

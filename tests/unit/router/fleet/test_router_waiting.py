@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
+from router.fleet.fair_shares import Share
 from router.fleet.waiting import Turn, WaitingRequests
 from tests.support.loop_watch import watched_loops
 
@@ -106,7 +107,8 @@ async def test_a_request_that_cannot_use_a_replica_does_not_block_the_others():
 async def test_waiting_ends_with_the_timeout():
     waiting, seats = WaitingRequests(), Seats(1)
     turn = Turn.of(
-        RequestSpec(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), deadline=1.0)
+        RequestSpec(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), deadline=1.0),
+        Share(),
     )
     assert await waiting.wait(lambda: None, turn, 0) is None
     assert await waiting.wait(seats.find, turn, 0) is True

@@ -17,6 +17,7 @@ from baton.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     PromptTooLongError,
+    Reason,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
@@ -47,7 +48,7 @@ from tests.support.tokenizer_folders import (
         (InvalidArgumentError, 400, False),
         (FailedPreconditionError, 400, False),
         (NotFoundError, 404, False),
-        (ResourceExhaustedError, 429, True),
+        (ResourceExhaustedError, 503, True),
         (UnavailableError, 503, True),
         (AbortedError, 503, False),
         (DeadlineExceededError, 504, False),
@@ -59,6 +60,28 @@ def test_each_error_has_its_status(kind: type[BatonError], status: int, retries:
     assert problem.status == status
     assert problem.message == "why it failed"
     assert ("Retry-After" in problem.headers) == retries
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code", "kind"),
+    [
+        (Reason.CLIENT_RATE, 429, "rate_limit_exceeded", "rate_limit_error"),
+        (Reason.CLIENT_CONCURRENCY, 429, "rate_limit_exceeded", "rate_limit_error"),
+        (Reason.OVERLOADED, 503, "overloaded", "overloaded_error"),
+        (Reason.SLO_TTFT, 503, "overloaded", "overloaded_error"),
+        (Reason.REPLICAS_FULL, 503, "overloaded", "overloaded_error"),
+    ],
+)
+def test_limits_of_a_client_and_of_the_cluster_differ(reason, status, code, kind):
+    problem = problem_of(ResourceExhaustedError("full", 2.5, reason=reason), "r")
+    assert problem.status == status
+    assert problem.headers == {
+        "x-baton-reason": reason.lower().replace("_", "-"),
+        "Retry-After": "3",
+        "retry-after-ms": "2500",
+    }
+    assert openai_error(problem)["error"]["code"] == code
+    assert anthropic_error(problem)["error"]["type"] == kind
 
 
 @pytest.mark.parametrize(

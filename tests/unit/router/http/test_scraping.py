@@ -1,7 +1,7 @@
 """`/metrics` of the router's HTTP server."""
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.common.observe.metrics_collector import MetricsCollector
 from kvstore.guard.metrics import KvMetrics
@@ -18,7 +18,14 @@ async def scrape(*headers: tuple[bytes, bytes]) -> Answer:
     registry = CollectorRegistry()
     registry.register(MetricsCollector(KvMetrics()))
     tenants = Tenants(TenantsConfig(api_key=("a-key-of-this-test",)))
-    app = build_app((), HttpConfig(), tenants, registry, lambda header: header == "Bearer right")
+
+    async def read_metrics() -> bytes:
+        return generate_latest(registry)
+
+    def admits_reader(header: str | None) -> bool:
+        return header == "Bearer right"
+
+    app = build_app((), HttpConfig(), tenants, read_metrics, admits_reader)
     return await call_app(app, OddRequest("GET", "/metrics", headers=headers))
 
 

@@ -13,11 +13,17 @@ from baton.common.request.answer import CandidateOutput
 from baton.common.request.results import Timings
 from baton.v1 import cluster_pb2
 from router.cluster_servicer import ClusterServicer
+from router.cluster_servicer import _trace_of as trace_of
 from router.observe import request_record
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from router.observe.request_timeline import Stage, spans_of, stages_of
+from router.routing.candidate import Candidate, Prompt
+from router.routing.costs import PrefillPlaces
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
 from rpc.logs import CallInfo, serving
+from tests.support.routing import cached_blocks
 
 PARENT = parse_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
@@ -228,6 +234,69 @@ def test_a_waterfall_fits_into_80_columns():
     assert all(len(line) <= 80 for line in table)
     assert all("#" in line for line in table[1:])
     assert "first token after 12.5 ms" in "\n".join(lines)
+
+
+def choice_of(tier, *replicas):
+    costs = [
+        cluster_pb2.ReplicaCost(
+            replica=replica,
+            seconds=0.3,
+            uncached_tokens=120,
+            compute_s=0.1,
+            load_s=0.05,
+            queue_s=0.15,
+            num_requests=3,
+            weight=0.5,
+        )
+        for replica in replicas
+    ]
+    return cluster_pb2.ReplicaChoice(
+        tier=tier, policy="prefix", reason="least cost", num_candidates=5, costs=costs
+    )
+
+
+def test_a_trace_says_why_its_replicas_were_chosen():
+    choices = [choice_of("prefill", "a:1", "decode-7.ns.svc.example:50062"), choice_of("decode")]
+    trace = message_of([], choices=choices, local_prefill_s=1.2, remote_prefill_s=0.35)
+    text = "\n".join(format_trace(trace))
+    assert "costs all requests 1200.0 ms on decode, 350.0 ms on prefill" in text
+    assert "prefill: least cost (prefix, 5 replicas)" in text
+    head, chosen, other = text.split("5 replicas)\n")[1].splitlines()[:3]
+    assert head.split() == [
+        "replica",
+        "cost",
+        "queue",
+        "compute",
+        "load",
+        "decode",
+        "tokens",
+        "runs",
+        "share",
+    ]
+    assert chosen.split() == ["a:1", "300.0", "150.0", "100.0", "50.0", "0.0", "120", "3", "0.5"]
+    assert other.split()[1:] == chosen.split()[1:]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_record_keeps_the_choice_of_each_attempt():
+    log = RequestLog()
+    record = begin(log)
+    policy = make_policy("prefix", PolicySettings())
+    prompt = Prompt(num_tokens=40, block_size=4, match=cached_blocks({}))
+    candidates = [Candidate(replica_id=name, address=f"{name}:1") for name in "abcd"]
+    with log.recording(record, 1e9):
+        record.choices["prefill"] = policy.pick_prefill(candidates, prompt)
+        record.choices["decode"] = policy.pick_decode(candidates, prompt)
+        record.places = PrefillPlaces(0.2, 0.1)
+        for tier in ("prefill", "decode", "decode"):
+            with record.attempt(tier, "a:1"):
+                pass
+    trace = trace_of(log.find("r"))
+    assert [choice.tier for choice in trace.choices] == ["prefill", "decode"]
+    assert [cost.replica for cost in trace.choices[0].costs] == ["a:1", "b:1", "c:1"]
+    assert trace.choices[0].costs[0].uncached_tokens == 40
+    assert trace.choices[1].costs[0].decode_s > 0
+    assert (trace.local_prefill_s, trace.remote_prefill_s) == (0.2, 0.1)
 
 
 def test_bars_are_where_the_time_was():

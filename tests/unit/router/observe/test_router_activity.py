@@ -33,15 +33,17 @@ def fail(activity, error, request_id="r"):
 
 def test_times_are_those_of_the_last_minute():
     activity = Activity(clock := Clock())
-    assert activity.first_token == RecentTimes()
+    assert RecentTimes.of(activity.first_token_ms) == RecentTimes()
     for first_ms in range(1, 101):
         activity.ended(record(first_ms=first_ms, token_ms=7.0))
-    assert activity.first_token == RecentTimes(100, pytest.approx(51), pytest.approx(100))
-    assert activity.token == RecentTimes(100, pytest.approx(7), pytest.approx(7))
+    assert RecentTimes.of(activity.first_token_ms) == RecentTimes(
+        100, pytest.approx(51), pytest.approx(100)
+    )
+    assert RecentTimes.of(activity.token_ms) == RecentTimes(100, pytest.approx(7), pytest.approx(7))
     clock.now += 61
     activity.ended(record(first_ms=5.0, tokens=1))
-    assert activity.first_token == RecentTimes(1, 5.0, 5.0)
-    assert activity.token == RecentTimes()
+    assert RecentTimes.of(activity.first_token_ms) == RecentTimes(1, 5.0, 5.0)
+    assert RecentTimes.of(activity.token_ms) == RecentTimes()
     assert activity.uptime_s == 61
 
 
@@ -50,13 +52,20 @@ def test_a_request_without_tokens_has_no_times():
     made = record(reasons=[], error="UNAVAILABLE")
     made.first_token_at = None
     activity.ended(made)
-    assert activity.first_token.count == activity.token.count == 0
+    assert (
+        RecentTimes.of(activity.first_token_ms).count
+        == RecentTimes.of(activity.token_ms).count
+        == 0
+    )
 
 
 def test_tokens_of_several_candidates_have_no_times_of_their_own():
     activity = Activity()
     activity.ended(record(reasons=["stop", "length"]))
-    assert (activity.first_token.count, activity.token.count) == (1, 0)
+    assert (
+        RecentTimes.of(activity.first_token_ms).count,
+        RecentTimes.of(activity.token_ms).count,
+    ) == (1, 0)
 
 
 def test_errors_are_kept_with_their_request_and_clients_mistakes_are_not():

@@ -7,11 +7,11 @@ from baton.common.request.answer import CandidateOutput, TokenCounts
 from baton.common.request.results import Timings
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.discovery import Discovery
 from router.fleet.tier import Tier
-from router.observe.metrics import FleetCounts, RouterMetrics
+from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
+from rpc.discovery.discovery import Discovery
 
 
 def ended_record(**fields: object) -> RequestRecord:
@@ -74,8 +74,14 @@ def test_gauges_are_read_when_they_are_exported():
     metrics = RouterMetrics()
     metrics.read_running = lambda: 3
     metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=3, ready=2, ejected=1)]
+    metrics.read_replicas = lambda: [
+        ReplicaGauges("m", "prefill", "a:1", backlog_s=1.5, hit_rate=0.25)
+    ]
     metrics.count_call("http", "429")
     lines = text_of(metrics)
+    labels = '{model="m",replica="a:1",tier="prefill"}'
+    assert f"baton_router_replica_backlog_seconds{labels} 1.5" in lines
+    assert f"baton_router_replica_hit_ratio{labels} 0.25" in lines
     assert "baton_router_running_requests 3.0" in lines
     assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 3.0' in lines
     assert 'baton_router_replicas{model="m",state="ready",tier="decode"} 2.0' in lines
@@ -93,7 +99,6 @@ def test_a_replica_may_be_lost_while_a_scrape_counts_the_replicas():
         check=lambda _: None,
         on_change=lambda: None,
         on_forget=lambda _: None,
-        dns_interval_s=1.0,
     )
 
     class Replica:

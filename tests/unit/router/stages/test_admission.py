@@ -1,6 +1,8 @@
 """`Admission` bounds the running requests, `Entrance` those prepared in one round of the loop."""
 
 import asyncio
+import itertools
+from contextlib import ExitStack
 
 import pytest
 
@@ -33,6 +35,34 @@ async def test_without_a_limit_as_many_are_admitted_as_replicas_run_and_some_tha
     admission.read_num_seats = lambda: 128
     assert admission.max_requests == MAX_WAITING + 128
     assert Admission(7).max_requests == 7
+
+
+def admit_all(admission: Admission, ends: ExitStack, client: str, weight: int = 1) -> int:
+    """Admits requests of a client until one is refused; returns their number."""
+    for number in itertools.count():
+        try:
+            ends.enter_context(admission.admit(f"{client}{number}", client, weight))
+        except ResourceExhaustedError:
+            return number
+    raise AssertionError
+
+
+def test_a_client_cannot_take_all_places_from_others():
+    admission = Admission(1000)
+    with ExitStack() as ends:
+        assert admit_all(admission, ends, "flood") == 800
+        assert admit_all(admission, ends, "late") == 160
+        assert admit_all(admission, ends, "heavy", 5) >= 35
+        with admission.admit("a", "yet another"):
+            pass
+    assert admission.num_running == 0
+    assert not admission._by_client
+
+
+def test_without_names_of_clients_all_places_can_be_taken():
+    admission = Admission(100)
+    with ExitStack() as ends:
+        assert admit_all(admission, ends, "") == 100
 
 
 async def test_a_burst_is_let_in_a_few_a_round_in_its_order():

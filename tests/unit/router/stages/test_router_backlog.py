@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.common.errors import ResourceExhaustedError
+from baton.common.errors import Reason, ResourceExhaustedError
+from baton.common.request.slo import Slo
+from router.fleet.fair_shares import Share
 from router.stages.backlog import Backlog, Place
 
 NUM_TOKENS = 16
@@ -302,3 +304,89 @@ def test_a_request_that_waited_is_not_started_if_it_could_not_even_end_alone():
     backlog.check_start(1.2, max_tokens=4)
     with pytest.raises(ResourceExhaustedError, match="about 2"):
         backlog.check_start(2.0, max_tokens=16)
+
+
+def test_a_tenant_waits_for_its_own_requests_and_for_as_many_turns_of_others():
+    backlog, clock = make_backlog(num_seats=1)
+    begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
+    flood, other, heavy = Share("flood"), Share("other"), Share("heavy", 4)
+    with ExitStack() as ends:
+        for _ in range(100):
+            ends.enter_context(backlog.place(0, flood))
+        assert backlog.expected_s(0, share=flood) == pytest.approx(101)
+        assert backlog.expected_s(0, share=other) == pytest.approx(2)
+        assert backlog.expected_s(0, share=heavy) == pytest.approx(1.25)
+        ends.enter_context(backlog.place(0, other))
+        assert backlog.expected_s(0, share=other) == pytest.approx(4)
+        with pytest.raises(ResourceExhaustedError):
+            backlog.check(0, 20.0, share=flood)
+        backlog.check(0, 20.0, share=other)
+    assert backlog.expected_s(0, share=flood) == 0
+
+
+def test_a_tenants_turns_do_not_come_before_more_urgent_requests():
+    backlog, clock = make_backlog(num_seats=1)
+    begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
+    with ExitStack() as ends:
+        for _ in range(50):
+            ends.enter_context(backlog.place(-1, Share("flood")))
+        assert backlog.expected_s(0, share=Share("other")) == pytest.approx(51)
+        assert backlog.expected_s(-1, share=Share("other")) == pytest.approx(2)
+
+
+def refusal_of(backlog: Backlog, slo: Slo) -> ResourceExhaustedError | None:
+    try:
+        backlog.check(0, 600.0, is_deadline_stated=False, slo=slo)
+    except ResourceExhaustedError as error:
+        return error
+    return None
+
+
+def test_a_request_that_would_not_meet_its_objectives_is_refused():
+    backlog, clock = make_backlog(num_seats=64)
+    assert refusal_of(backlog, Slo(1e-3, 1e-3)) is None
+    with backlog.place(0):
+        with backlog.place(0) as place:
+            clock.now += 0.4
+            backlog.note_first_token(place)
+            clock.now += 0.2
+            backlog.begin(place)
+            clock.now += 2.0
+            place.num_tokens = 41
+        assert refusal_of(backlog, Slo(0.5, 0.06)) is None
+        late, slow = refusal_of(backlog, Slo(ttft_s=0.45)), refusal_of(backlog, Slo(tpot_s=0.04))
+    assert late is not None
+    assert late.reason == Reason.SLO_TTFT
+    assert "0.400 s" in late.message
+    assert "x-slo-ttft-ms 450" in late.message
+    assert slow is not None
+    assert slow.reason == Reason.SLO_TPOT
+    assert "50.0 ms" in slow.message
+    assert slow.retry_after_s is not None
+
+
+def test_requests_that_wait_do_not_make_the_pace_seem_slower():
+    backlog, clock = make_backlog(num_seats=2)
+    with backlog.place(0):
+        begin_and_end(backlog, clock, wait_s=0.1, token_s=0.05, num_tokens=10)
+        with ExitStack() as ends:
+            for _ in range(20):
+                ends.enter_context(backlog.place(0))
+            assert refusal_of(backlog, Slo(tpot_s=0.06)) is None
+
+
+def test_refused_clients_come_back_one_after_the_other():
+    backlog, clock = make_backlog(num_seats=1)
+    begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
+    with ExitStack() as ends:
+        for _ in range(10):
+            ends.enter_context(backlog.place(0))
+        times = []
+        for _ in range(100):
+            with pytest.raises(ResourceExhaustedError) as caught:
+                backlog.check(0, 4.0)
+            times.append(caught.value.retry_after_s)
+    first = times[0]
+    assert times[:20] == pytest.approx([first + number for number in range(20)])
+    assert max(times) <= 60
+    assert min(times) >= first - 1e-6

@@ -1,0 +1,92 @@
+"""`baton bench router --part policies`: routing policies on a trace, in virtual time."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.report import Table
+from benchmarks.router.simulation.requests import synthetic_trace
+from benchmarks.router.simulation.run import ORACLE, Outcome, Setting, simulate
+from benchmarks.workloads.trace import read_trace
+from router.routing.policies import POLICIES
+
+__all__ = ["PolicyRow", "measure_policies", "policy_table"]
+
+_SEEDS = (0, 1, 2)
+_NUMBERS_OF_ROUTERS = (1, 4, 8)
+_MANY_ROUTERS_POLICY = "prefix"
+_NUM_SYNTHETIC = 12_000
+_SMOKE_REQUESTS, _SMOKE_REPLICAS = 60, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """Figures of a policy.
+
+    Attributes:
+        policy: its name, or `ORACLE`.
+        num_routers: routers that choose, each for a part of the requests.
+        outcome: the means over the seeds.
+        spread_s: the largest difference of the 90th percentile of first tokens between two seeds.
+    """
+
+    policy: str
+    num_routers: int
+    outcome: Outcome
+    spread_s: float
+
+
+def measure_policies(*, is_smoke: bool, trace: Path | None = None) -> Sequence[PolicyRow]:
+    """Runs a trace for each policy, and for several routers.
+
+    Args:
+        is_smoke: whether to make everything tiny.
+        trace: a file in Mooncake's format; None for conversations that are made up.
+
+    Raises:
+        ConfigurationError: the file is bad.
+    """
+    num_requests = _SMOKE_REQUESTS if is_smoke else _NUM_SYNTHETIC
+    lines = synthetic_trace(num_requests) if trace is None else list(read_trace(trace))
+    setting = Setting(lines=lines)
+    if is_smoke:
+        setting = Setting(lines=lines[:num_requests], num_replicas=_SMOKE_REPLICAS)
+    cases = [(policy, 1) for policy in (ORACLE, *POLICIES)]
+    cases += [(_MANY_ROUTERS_POLICY, number) for number in _NUMBERS_OF_ROUTERS if number > 1]
+    seeds = _SEEDS[:1] if is_smoke else _SEEDS
+    return [_measure(setting, policy, number, seeds) for policy, number in cases]
+
+
+def _measure(setting: Setting, policy: str, num_routers: int, seeds: Sequence[int]) -> PolicyRow:
+    outcomes = [simulate(setting, policy, num_routers, seed) for seed in seeds]
+    means = {
+        field.name: fmean(getattr(outcome, field.name) for outcome in outcomes)
+        for field in fields(Outcome)
+    }
+    p90s = [outcome.first_token_p90_s for outcome in outcomes]
+    return PolicyRow(policy, num_routers, Outcome(**means), max(p90s) - min(p90s))
+
+
+def policy_table(rows: Sequence[PolicyRow]) -> Table:
+    """Shows the figures."""
+    columns = (
+        "policy",
+        "routers",
+        "hit rate",
+        "possible",
+        "follow-up hits",
+        "first token p50 (s)",
+        "p90 (s)",
+        "most/mean load",
+        "believed/held",
+        "computed by decode",
+        "p90 spread (s)",
+    )
+    return Table(
+        "Routing policies on a trace, in virtual time, from empty caches",
+        columns,
+        [(row.policy, row.num_routers, *astuple(row.outcome), row.spread_s) for row in rows],
+        "means of three seeds; the oracle is the policy prefix in a router that sees all pools and "
+        "queues at once",
+    )

@@ -1,0 +1,133 @@
+"""`Candidate` and `Prompt`: the facts that a routing policy compares replicas by. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from router.routing.cache_index import CacheMatch
+
+__all__ = ["Candidate", "Prompt", "with_speeds"]
+
+_DEFAULT_PROMPT_TOKEN_S = 1e-4
+_DEFAULT_DECODE_STEP_S = 0.02
+"""Speeds that are assumed while no replica has reported any; then only their ratio counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A replica at the moment of choosing.
+
+    A block has as many tokens as one block key stands for, whatever the replica's own
+    block size is.
+
+    Attributes:
+        replica_id: names the replica; breaks ties, so that equal facts lead to equal choices.
+        address: its `host:port`.
+        num_requests: requests that run, wait or are on their way there, of all routers.
+        num_seats: sequences that it runs at once; at least 1.
+        num_queued_tokens: prompt tokens that it has still to compute.
+        queue_s: seconds in which it computes them.
+        num_free_blocks: blocks that no request holds.
+        num_blocks: blocks in its pool.
+        cached_share: the share of its blocks that are in its prefix cache.
+        prompt_token_s: seconds in which it computes one more token of a prompt; 0 if that is
+            not known.
+        decode_step_s: seconds in which each of its sequences decodes once while all seats are
+            taken; 0 if that is not known.
+        load_token_s: seconds in which it loads the KV of a token that it does not cache.
+        store_ids: identities of its KV stores.
+        weight: the share of the load that it should get, beside a replica of weight 1.
+        used_share: the share of its blocks that requests hold.
+    """
+
+    replica_id: str
+    address: str = ""
+    num_requests: int = 0
+    num_seats: int = 1
+    num_queued_tokens: int = 0
+    queue_s: float = 0.0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    cached_share: float = 0.0
+    prompt_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    load_token_s: float = 0.0
+    store_ids: tuple[str, ...] = ()
+    weight: float = 1.0
+    used_share: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        used_share = 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        object.__setattr__(self, "used_share", used_share)
+
+    @property
+    def has_speeds(self) -> bool:
+        """Whether it has reported how fast it is."""
+        return self.prompt_token_s > 0 and self.decode_step_s > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A request to be placed.
+
+    Attributes:
+        num_tokens: tokens of its prompt; at least 1.
+        block_size: tokens per block.
+        match: the cached blocks of the prompt.
+        key: requests with an equal key belong together: those of one session, or with the same
+            first blocks.
+        homes: by tier, the replica that served the last turn of its session, if one is known.
+        num_output_tokens: tokens that it will probably generate.
+        has_prefill_tier: whether prefill replicas compute prompts for decode.
+        reuses_kv: whether cached KV serves it. A request for log-probabilities of its prompt
+            computes all of it.
+    """
+
+    num_tokens: int
+    block_size: int
+    match: CacheMatch
+    key: bytes = b""
+    homes: Mapping[str, str] = field(default_factory=dict)
+    num_output_tokens: float = 1.0
+    has_prefill_tier: bool = True
+    reuses_kv: bool = True
+    _stored_tokens: dict[tuple[str, ...], int] = field(default_factory=dict, init=False)
+
+    def stored_tokens(self, store_ids: tuple[str, ...]) -> int:
+        """Leading tokens that can be loaded from some KV stores. Replicas of a tier mostly have
+        the same ones, which are asked once.
+        """
+        tokens = self._stored_tokens.get(store_ids)
+        if tokens is None:
+            tokens = self.match.stored_blocks(store_ids) * self.block_size
+            self._stored_tokens[store_ids] = tokens
+        return tokens
+
+
+def with_speeds(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Returns the candidates, where those that have not reported how fast they are, such as older
+    workers, are as fast as the others on average.
+    """
+    if all(candidate.has_speeds for candidate in candidates):
+        return candidates
+    token_s = _mean([c.prompt_token_s for c in candidates], _DEFAULT_PROMPT_TOKEN_S)
+    step_s = _mean([c.decode_step_s for c in candidates], _DEFAULT_DECODE_STEP_S)
+    return [_with_speeds(candidate, token_s, step_s) for candidate in candidates]
+
+
+def _with_speeds(candidate: Candidate, token_s: float, step_s: float) -> Candidate:
+    queue_s, token_s = candidate.queue_s, candidate.prompt_token_s or token_s
+    if not candidate.prompt_token_s:
+        queue_s = candidate.num_queued_tokens * token_s
+    return replace(
+        candidate,
+        prompt_token_s=token_s,
+        decode_step_s=candidate.decode_step_s or step_s,
+        queue_s=queue_s,
+    )
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    """The mean of the values that are not 0."""
+    known = [value for value in values if value]
+    return fmean(known) if known else default

@@ -1,0 +1,46 @@
+"""`PrefixPolicy`: prompts stay where they are cached, unless that takes too long. Pure.
+
+A sum of weighted scores for cache and load is hard to predict and hard to tune. As in the prefix
+affinity of llm-d's router, the warm replicas are used alone until their backlog is too long; then
+costs alone decide. Costs are in seconds, so that one number says what too long means.
+"""
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from router.routing.candidate import Prompt
+from router.routing.costs import Cost, best_of
+from router.routing.policy import RoutingPolicy, TierName
+
+__all__ = ["PrefixPolicy"]
+
+_MIN_WARM_SHARE = 0.5
+"""A replica is warm if it caches this share of a prompt. Real conversations are cached nearly
+whole or hardly at all; a beginning that most prompts share makes no replica warm."""
+
+
+class PrefixPolicy(RoutingPolicy):
+    """Chooses the least cost in seconds. On prefill the replica that caches most of a prompt is
+    preferred, if that is at least half, while it is later than the best other one by no more than
+    the tolerated delay: otherwise conversations would move at every wave of load. A move computes
+    what was cached again, which the costs contain, and evicts as much of others, which they do
+    not: so it is delayed by no more than that is worth, either.
+    """
+
+    name = "prefix"
+
+    @override
+    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
+        home = prompt.homes.get(tier, "")
+        best = best_of(costs, home)
+        if tier == "decode":
+            return best, "least cost"
+        most_cached = max(cost.cached_tokens for cost in costs)
+        warmest = best_of([cost for cost in costs if cost.cached_tokens == most_cached], home)
+        if warmest.cached_tokens < _MIN_WARM_SHARE * prompt.num_tokens:
+            return best, "least cost"
+        delay_s = warmest.seconds - best.seconds
+        if delay_s <= min(self._settings.max_affinity_delay_s, warmest.saved_s):
+            return warmest, "caches most of the prompt"
+        return best, f"the warmest replica is later by {delay_s:.3f} s"

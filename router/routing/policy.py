@@ -1,0 +1,110 @@
+"""`RoutingPolicy`: chooses the replicas of a request. Pure.
+
+A policy is one file in `router.routing.policies`; other packages offer theirs by entry point:
+
+    [project.entry-points."baton.routing_policies"]
+    cheapest = "their_package:CheapestPolicy"
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from router.routing.candidate import Candidate, Prompt, with_speeds
+from router.routing.costs import Cost, decode_cost, order_of, prefill_cost
+
+__all__ = ["Choice", "PolicySettings", "RoutingPolicy", "TierName"]
+
+TierName = Literal["prefill", "decode"]
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Settings of policies.
+
+    Attributes:
+        max_affinity_delay_s: seconds by which a prompt may start later than elsewhere on the
+            replica that caches it.
+    """
+
+    max_affinity_delay_s: float = 1.0
+
+
+class Choice(NamedTuple):
+    """A chosen replica, and why.
+
+    Attributes:
+        tier: prefill or decode.
+        policy: the policy's name.
+        reason: why it was chosen, in words.
+        costs: its cost, then those of the two best others.
+        num_candidates: how many replicas could have been chosen.
+    """
+
+    tier: TierName
+    policy: str
+    reason: str
+    costs: tuple[Cost, ...]
+    num_candidates: int
+
+    @property
+    def cost(self) -> Cost:
+        """The cost on the chosen replica."""
+        return self.costs[0]
+
+    @property
+    def replica_id(self) -> str:
+        """The chosen replica."""
+        return self.costs[0].replica_id
+
+
+class RoutingPolicy(ABC):
+    """Chooses replicas for requests. A subclass decides in `choose`.
+
+    A policy is called by one event loop, and must not wait for anything.
+
+    Args:
+        settings: the settings of policies.
+
+    Attributes:
+        name: names the policy in traces.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def pick_prefill(self, candidates: Sequence[Candidate], prompt: Prompt) -> Choice | None:
+        """Chooses the replica that computes a prompt; None without candidates."""
+        costs = [prefill_cost(candidate, prompt) for candidate in with_speeds(candidates)]
+        return self._pick("prefill", costs, prompt)
+
+    def pick_decode(self, candidates: Sequence[Candidate], prompt: Prompt) -> Choice | None:
+        """Chooses the replica that generates; None without candidates.
+
+        A replica in whose pool a request would wait for blocks is chosen only if all are such.
+        """
+        costs = [decode_cost(candidate, prompt) for candidate in with_speeds(candidates)]
+        with_room = [cost for cost in costs if not cost.lacks_room]
+        return self._pick("decode", with_room or costs, prompt)
+
+    @abstractmethod
+    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
+        """Returns one of the costs, that of the chosen replica, and why it was chosen.
+
+        Args:
+            tier: prefill or decode.
+            costs: at least one.
+            prompt: the request.
+        """
+
+    def _pick(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> Choice | None:
+        if not costs:
+            return None
+        chosen, reason = self.choose(tier, costs, prompt)
+        others = sorted((cost for cost in costs if cost is not chosen), key=order_of)
+        shown = (chosen, *others[: _MAX_SHOWN - 1])
+        return Choice(tier, self.name, reason, shown, len(costs))

@@ -1,0 +1,231 @@
+"""`Placement`: gathers the facts about replicas, and lets the routing policy choose among them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.fleet.fleet import Fleet
+from router.fleet.replica import Capacity, Replica, ReplicaT, without_ejected
+from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
+from router.requests.request import RoutedRequest
+from router.routing.cache_index import CacheIndex
+from router.routing.candidate import Prompt
+from router.routing.costs import (
+    PrefillPlaces,
+    compare_places,
+    order_of,
+    prefill_cost,
+    wants_remote_prefill,
+)
+from router.routing.policy import Choice, RoutingPolicy
+from router.routing.sessions import SessionHomes
+
+__all__ = ["Placement", "PromptPlan"]
+
+_KEY_BLOCKS = 4
+"""Prompts with as many equal first blocks belong together, for policies that hash them."""
+_FIRST_OUTPUT_TOKENS = 128.0
+_RATE = 0.05  # weight of an answer in the mean
+
+
+class PromptPlan(NamedTuple):
+    """How a prompt gets to its decode replica.
+
+    Attributes:
+        is_remote: whether a prefill replica should compute it.
+        missing_blocks: blocks of it that the decode replica does not cache.
+    """
+
+    is_remote: bool
+    missing_blocks: int
+
+
+class Placement:
+    """Chooses the replicas of one model's requests.
+
+    Args:
+        fleet: the replicas.
+        index: what they cache.
+        policy: chooses among replicas.
+        max_local_prefill_tokens: the longest remainder of a prompt that decode computes; None lets
+            the costs decide.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: CacheIndex,
+        policy: RoutingPolicy,
+        max_local_prefill_tokens: int | None,
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._policy = policy
+        self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._num_output_tokens = _FIRST_OUTPUT_TOKENS
+        self._sessions = SessionHomes()
+
+    def pick_decode(
+        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+    ) -> DecodeReplica | None:
+        """Chooses the replica that should generate; None if there is none.
+
+        Args:
+            request: the request.
+            refused: ids of replicas that must not be chosen.
+        """
+        return self._choose_decode(request, self._decode_replicas(request, refused))
+
+    def pick_to_start(
+        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+    ) -> DecodeReplica | None:
+        """Chooses a replica for a request that nothing has been computed of; None if none would
+        start it soon. Prompts wait in the router, and not for prefill, so that tenants take turns.
+
+        Args:
+            request: the request.
+            refused: ids of replicas that must not be chosen.
+        """
+        replicas = [
+            replica
+            for replica in self._decode_replicas(request, refused)
+            if replica.may_start(self.missing_blocks(request, replica))
+        ]
+        replica = self._choose_decode(request, replicas)
+        if replica is None or self._fleet.may_start_prompts:
+            return replica
+        return None if self.plan_prompt(request, replica).is_remote else replica
+
+    def may_decode(self, request: RoutedRequest, refused: frozenset[str] = frozenset()) -> bool:
+        """Whether a replica would take the request now, into its queue at least."""
+        return bool(self._decode_replicas(request, refused))
+
+    def may_need_prefill(self, request: RoutedRequest) -> bool:
+        """Whether the prompt is so long that a prefill replica might compute it."""
+        return request.num_prompt_tokens > (self._max_local_prefill_tokens or request.block_size)
+
+    def _choose_decode(
+        self, request: RoutedRequest, replicas: Sequence[DecodeReplica]
+    ) -> DecodeReplica | None:
+        if not replicas:
+            return None
+        candidates = [replica.candidate() for replica in replicas]
+        choice = self._policy.pick_decode(candidates, self._prompt(request))
+        return _take(choice, replicas, request)
+
+    def pick_prefill(
+        self, request: RoutedRequest, tried: frozenset[str] = frozenset()
+    ) -> PrefillReplica | None:
+        """Chooses the replica that should compute the prompt; None if there is none.
+
+        Args:
+            request: the request.
+            tried: ids of replicas that must not be chosen.
+        """
+        replicas = self._prefill_replicas(request, tried)
+        if not replicas:
+            return None
+        candidates = [replica.candidate() for replica in replicas]
+        choice = self._policy.pick_prefill(candidates, self._prompt(request))
+        return _take(choice, replicas, request)
+
+    def plan_prompt(self, request: RoutedRequest, decode: DecodeReplica) -> PromptPlan:
+        """Decides which tier computes a prompt.
+
+        Args:
+            request: the request.
+            decode: the replica that will generate.
+        """
+        prompt = self._prompt(request)
+        cached_blocks = prompt.match.blocks(decode.replica_id)
+        uncached_tokens = prompt.num_tokens - request.num_reused_tokens(cached_blocks)
+        max_local_tokens = self._max_local_prefill_tokens
+        places = self._compare(request, decode, prompt) if max_local_tokens is None else None
+        request.record.places = places
+        is_remote = wants_remote_prefill(max(uncached_tokens, 1), places, max_local_tokens)
+        return PromptPlan(is_remote, request.num_prompt_blocks - cached_blocks)
+
+    def missing_blocks(self, request: RoutedRequest, replica: Replica) -> int:
+        """Blocks of the prompt that a replica does not cache."""
+        match = self._index.match(request.block_keys, request.num_prompt_tokens)
+        return request.num_prompt_blocks - match.blocks(replica.replica_id)
+
+    def expect(self, request: RoutedRequest, replica: Replica) -> None:
+        """Notes that a request was sent to a replica, which will cache its prompt."""
+        self._sessions.note(request.record.session, replica.tier_name, replica.replica_id)
+        self._index.expect(replica.replica_id, request.block_keys)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """Notes how many tokens a request has generated; those without any do not count."""
+        if num_tokens:
+            self._num_output_tokens += _RATE * (num_tokens - self._num_output_tokens)
+
+    def _prompt(self, request: RoutedRequest) -> Prompt:
+        params = request.spec.params
+        return Prompt(
+            num_tokens=request.num_prompt_tokens,
+            block_size=request.block_size,
+            match=self._index.match(request.block_keys, request.num_prompt_tokens),
+            key=_key_of(request),
+            homes=self._sessions.homes(request.record.session),
+            num_output_tokens=min(params.max_tokens, max(self._num_output_tokens, 1.0)),
+            has_prefill_tier=bool(self._fleet.prefill.candidates),
+            reuses_kv=params.prompt_logprobs is None,
+        )
+
+    def _compare(
+        self, request: RoutedRequest, decode: DecodeReplica, prompt: Prompt
+    ) -> PrefillPlaces | None:
+        """Compares the tiers; None if the speed of a replica is not known."""
+        candidates = [each.candidate() for each in self._prefill_replicas(request, frozenset())]
+        if not all(candidate.has_speeds for candidate in candidates):
+            return None
+        costs = (prefill_cost(candidate, prompt) for candidate in candidates)
+        return compare_places(decode.candidate(), prompt, min(costs, key=order_of, default=None))
+
+    def _decode_replicas(
+        self, request: RoutedRequest, refused: frozenset[str] = frozenset()
+    ) -> Sequence[DecodeReplica]:
+        possible = [
+            replica
+            for replica in self._fleet.decode.candidates
+            if replica.replica_id not in refused and fits(replica.capacity, request)
+        ]
+        return [each for each in without_ejected(possible) if each.has_room_for(request.spec)]
+
+    def _prefill_replicas(
+        self, request: RoutedRequest, tried: frozenset[str]
+    ) -> Sequence[PrefillReplica]:
+        num_tokens = request.num_prompt_tokens
+        possible = [
+            replica
+            for replica in self._fleet.prefill.candidates
+            if replica.replica_id not in tried and replica.capacity.holds(num_tokens)
+        ]
+        return without_ejected(possible)
+
+
+def fits(capacity: Capacity, request: RoutedRequest) -> bool:
+    """Whether a decode replica of this capacity can ever run a request."""
+    spec = request.spec
+    return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
+
+
+def _take(
+    choice: Choice | None, replicas: Sequence[ReplicaT], request: RoutedRequest
+) -> ReplicaT | None:
+    """Returns the chosen replica; the request's record keeps the reasons."""
+    if choice is None:
+        return None
+    request.record.choices[choice.tier] = choice
+    return next(each for each in replicas if each.replica_id == choice.replica_id)
+
+
+def _key_of(request: RoutedRequest) -> bytes:
+    """Returns the key of requests of one session, or that begin alike; prompts that are shorter
+    than a block have their tokens.
+    """
+    if request.record.session:
+        return request.record.session
+    if request.block_keys:
+        return request.block_keys[:_KEY_BLOCKS][-1]
+    return repr(request.spec.prompt_token_ids).encode()
