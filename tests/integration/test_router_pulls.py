@@ -145,5 +145,5 @@ async def _until_all_is_free(router) -> None:
     started_at = time.monotonic()
     replicas = (*router.fleet.prefill.candidates, *router.fleet.decode.candidates)
     for replica in replicas:
-        while (load := (await replica.get_load(5)).load).num_free_blocks < load.num_blocks:
+        while (load := (await replica.worker.get_load(5)).load).num_free_blocks < load.num_blocks:
             assert time.monotonic() - started_at < 20
