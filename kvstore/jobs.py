@@ -94,10 +94,12 @@ class LookupResult:
     Attributes:
         job_id: the look-up's.
         num_blocks: leading keys whose blocks can be loaded now.
+        error: why further ones may be there all the same; empty if a block is missing.
     """
 
     job_id: int
     num_blocks: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

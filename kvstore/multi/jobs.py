@@ -6,7 +6,7 @@ which becomes jobs of members.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.handoff import KvHandoff
@@ -86,6 +86,7 @@ class SplitLookup:
         jobs: look-ups of the members asked so far.
         num_found: leading keys found by members that have answered.
         is_answered: whether `num_found` is final.
+        error: that of a member that did not answer; it may have further ones.
     """
 
     keys: tuple[bytes, ...]
@@ -93,6 +94,12 @@ class SplitLookup:
     jobs: list[int] = field(default_factory=list)
     num_found: int = 0
     is_answered: bool = False
+    error: str = ""
+
+    def note_errors(self, member: int, errors: Mapping[int, str]) -> None:
+        """Notes that look-ups of a member have failed; errors by their job ids."""
+        if self.jobs and self.members[len(self.jobs) - 1] == member:
+            self.error = errors.get(self.jobs[-1], self.error)
 
 
 @dataclass(slots=True)

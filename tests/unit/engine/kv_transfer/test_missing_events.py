@@ -5,7 +5,7 @@ import pytest
 from engine.kv_cache.events import BlocksMissing
 from engine.request import EngineRequest
 from kvstore.block_key import BlockKeyChain
-from kvstore.jobs import MISSING
+from kvstore.jobs import MISSING, LookupResult, TransferResults
 from tests.support.driven_scheduler import NAMESPACE, DrivenScheduler, handed_over, request
 
 
@@ -40,6 +40,18 @@ def test_a_look_up_names_the_first_block_that_is_not_there(num_found: int) -> No
     assert engine.missing() == []
     engine.answer(num_found)
     assert engine.missing() == list(keys_of(submitted)[num_found : num_found + 1])
+
+
+def test_a_store_that_does_not_answer_may_have_the_blocks() -> None:
+    engine = Follower()
+    engine.add(request("a", 11))
+    engine.step()
+    (lookup,) = engine.work().lookups
+    result = LookupResult(lookup.job_id, 0, "unavailable")
+    engine.scheduler.apply(TransferResults(lookups=(result,)))
+    assert engine.missing() == []
+    engine.step()
+    assert engine.shares == {"a": 11}
 
 
 @pytest.mark.parametrize(("error", "is_named"), [(MISSING, True), ("corrupt", False)])
