@@ -232,10 +232,13 @@ class AsyncEngine:
     async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
         """Lends the longest cached prefix of a prompt to another engine.
 
-        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease.
+        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease. An engine that drains
+        lends nothing more, as it waits for the ends of all leases.
         """
         if self._has_stopped:
             raise _stopped()
+        if self._draining:
+            return None
         return await self._questions.lend_prefix(keys)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
