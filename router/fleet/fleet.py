@@ -1,7 +1,7 @@
 """`Fleet`: both tiers, and the check that all their replicas agree."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
@@ -95,8 +95,10 @@ class Fleet:
         prefill = discovery(config.prefill, PrefillReplica)
         decode = discovery(config.decode, DecodeReplica)
         self._discoveries = prefill, decode
-        self.prefill = self._make_tier(prefill, decode, PrefillReplica)
-        self.decode = self._make_tier(decode, prefill, DecodeReplica)
+        self.prefill = self._make_tier(
+            prefill, decode, PrefillReplica, lambda address: self.decode.at(address)
+        )
+        self.decode = self._make_tier(decode, prefill, DecodeReplica, self.prefill.at)
         self._seen_capacities = self._capacities()
 
     def start(self) -> None:
@@ -272,11 +274,13 @@ class Fleet:
         discovery: Discovery,
         elsewhere: Discovery,
         replica: type[ReplicaT],
+        find_elsewhere: Callable[[str], Replica | None],
     ) -> Tier[ReplicaT]:
         return Tier(
             replica.tier,
             discovery,
             elsewhere,
+            find_elsewhere,
             partial(replica, index=self._index, on_space=self.waiting.offer),
             self._security,
             check=self._check,

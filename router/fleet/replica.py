@@ -118,6 +118,8 @@ class Replica:
         self._on_space = on_space
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
+        self._noted_role = info.role
+        self._role_changed = asyncio.Event()
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
@@ -282,11 +284,19 @@ class Replica:
             limit_s = self._silence.limit_s
             self.drop(ReplicaLostError(f"it has sent no report for {limit_s:.1f} s"))
 
+    async def wait_for_role_change(self) -> None:
+        """Returns when the worker has another role, or is lost."""
+        await self._role_changed.wait()
+
     def drop(self, reason: BatonError) -> None:
         """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
         if not self._dropped.done():
             self._dropped.set_result(reason)
+        self._set_lost()
+
+    def _set_lost(self) -> None:
         self.lost.set()
+        self._role_changed.set()
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Follows the worker until it is lost.
@@ -309,7 +319,7 @@ class Replica:
         except grpc.aio.AioRpcError as error:
             raise ReplicaLostError(from_rpc_error(error).message) from error
         finally:
-            self.lost.set()
+            self._set_lost()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -380,6 +390,10 @@ class Replica:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected, and that its KV stores are others.
         """
+        if self.role != self._noted_role:
+            self._noted_role = self.role
+            changed, self._role_changed = self._role_changed, asyncio.Event()
+            changed.set()
         refuses, stores = self._load.refuses_grammars, tuple(self.load.kv_store_ids)
         now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
         if now != self._shown:
