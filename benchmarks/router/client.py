@@ -60,16 +60,17 @@ async def _http_messages(
         "Content-Type: application/json\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + body)
-    is_whole = False
+    is_whole, first = False, b""
     try:
         while piece := await reader.read(_READ_BYTES):
+            first = first or piece
             is_whole = is_whole or b"[DONE]" in piece
             if num_events := piece.count(b'data: {"'):
                 yield num_events
     finally:
         writer.close()
     if not is_whole:
-        raise RuntimeError("a stream ended early")
+        raise RuntimeError(f"a stream ended early; it began with {first[:500]!r}")
 
 
 class _Load:

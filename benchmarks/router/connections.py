@@ -70,8 +70,7 @@ def _measure(kind: str, num_streams: int, step_ms: float) -> ConnectionRow:
         )
         added = memory_bytes(router.pid, peak=True) - before_bytes
         cpu_s, figures = cpu_seconds(router.pid) - before_s, json.loads(output)
-        sys.stderr.write(f"connections: {kind}\n")
-        return ConnectionRow(
+        row = ConnectionRow(
             server=f"router {kind}",
             num_streams=num_streams,
             tokens_per_s=num_streams * _NUM_TOKENS / figures["seconds"],
@@ -79,6 +78,8 @@ def _measure(kind: str, num_streams: int, step_ms: float) -> ConnectionRow:
             first_token_ms=statistics.median(figures["first_token_ms"]),
             memory_kib=added / num_streams / 1024,
         )
+        sys.stderr.write(f"{row.server}: {num_streams} streams, {row.memory_kib:.0f} KiB each\n")
+        return row
 
 
 def connection_table(rows: Sequence[ConnectionRow]) -> Table:
