@@ -99,6 +99,10 @@ _QWEN3_5: dict[str, Any] = _LLAMA | {
 RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": ("llama", _LLAMA | {"intermediate_size": 2048}),
     "llama-120m": ("llama", _LLAMA | {"intermediate_size": 2816}),
+    "llama-120m-32k": (
+        "llama",
+        _LLAMA | {"intermediate_size": 2816, "max_position_embeddings": 32_768},
+    ),
     "qwen2-0.5b": ("qwen2", _QWEN2),
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-moe-0.5b": ("qwen3_moe", _QWEN3_MOE),

@@ -192,8 +192,9 @@ def expected_tokens(
 ) -> list[int]:
     """Returns what `transformers` draws if the prompt's KV is moved from one cache to another."""
     model = reference_model(tiny_checkpoint(variant))
-    computed = RoundingCache() if theirs == FP8 else DynamicCache()
-    state = RoundingCache() if ours == FP8 else DynamicCache()
+    computed, state = (
+        RoundingCache(model.config) if dtype == FP8 else DynamicCache() for dtype in (theirs, ours)
+    )
     is_rounded_in_transfer = theirs != FP8 and FP8 in (form, ours)
     drawn = []
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from engine.loop.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.engine_work import has_work
+from tests.support.later_families import HYBRID_FAMILIES, LATER_FAMILIES
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
@@ -31,6 +32,14 @@ FEATURES = {
     "overlap, swap": {"async_scheduling": True, **SWAP, **TIGHT},
     "alone": {"max_num_seqs": 1},
 }
+_PREEMPTING = [feature for feature, flags in FEATURES.items() if "preemption_mode" in flags]
+# Each later family without recurrent layers is swapped and recomputed, in one loop and the other.
+LATER_CASES = [
+    (variant, feature)
+    for index, variant in enumerate(sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES}))
+    for feature in (_PREEMPTING[index % 2], _PREEMPTING[3 - index % 2])
+    if variant not in ("gemma4", "deepseek_v2")  # which take all features
+]
 
 
 @contextmanager
@@ -86,12 +95,21 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
             for variant in (
                 *("lfm2_conv_last", "qwen3_5", "qwen3_next"),
                 *("gemma4", "gpt2", "mistral_sliding", "qwen3_mostly_sliding"),
-                *("deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "glm4_moe"),
             )
         ),
     ],
 )
 def test_features_change_no_token(variant: str, feature: str) -> None:
+    _check(variant, feature)
+
+
+@pytest.mark.sampled(one_in=16)
+@pytest.mark.parametrize(("variant", "feature"), LATER_CASES)
+def test_preemption_changes_no_token_of_later_families(variant: str, feature: str) -> None:
+    _check(variant, feature)
+
+
+def _check(variant: str, feature: str) -> None:
     with _engine(variant, _flags_for(variant, feature)) as core:
         for _ in range(2):  # the second run uses the prefix cache, if it is on
             outputs = run_all(core, _requests())

@@ -4,9 +4,11 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from baton.common.errors import AbortedError
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
@@ -149,6 +151,33 @@ def test_a_moved_request_goes_on_at_the_last_states_that_were_kept(
     known, to_draw = known_and_missing(moved)
     assert moved.handoff.num_tokens >= (known - 1) // interval * interval
     assert computed == known - 1 - moved.handoff.num_tokens + to_draw
+
+
+@pytest.mark.parametrize("lost", [0, -1])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_handoff_of_states_that_a_store_has_lost_follows_the_policy(
+    policy: str, lost: int, tmp_path: Path
+) -> None:
+    """Stores keep no other KV in handoffs of moved requests, but look it up."""
+    request = engine_request("moved", PROMPT, max_tokens=NUM_TOKENS)
+    with ExitStack() as stack:
+        flags = {"kv_connector": f"file://{tmp_path}/kv", "state_interval": 8}
+        pair = Pair(stack, "lfm2", **flags, kv_load_failure_policy=policy)
+        pair.add(pair.old, request)
+        old = pair.outputs[pair.old]
+        pair.run(pair.old, lambda: len(tokens_of(old)) >= 12)
+        moved = pair.move(request)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        objects = [path for path in files if path.stat().st_size >= 4096]
+        sorted(objects, key=lambda path: path.stat().st_mtime_ns)[lost].unlink()
+        pair.finish(moved)
+    last = pair.outputs[pair.new][-1]
+    if policy == "fail":
+        assert last.finish_reason is FinishReason.ERROR
+        assert isinstance(last.error, AbortedError)
+    else:
+        assert last.finish_reason is FinishReason.LENGTH
+        assert pair.tokens() == reference_greedy(pair.path, PROMPT, NUM_TOKENS)
 
 
 def known_and_missing(moved: EngineRequest) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from router.routing.policy import PolicySettings
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.placement import Placement
+from router.stages.pulling import PrefixPulls
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -372,9 +373,9 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
         placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
-        outputs = DecodeStage(fleet, placement, queue_timeout_s=0, resume_timeout_s=0).run(
-            routed, replica, progress, HeldHandoff()
-        )
+        pulls = PrefixPulls(fleet, index)
+        stage = DecodeStage(fleet, placement, pulls, queue_timeout_s=0, resume_timeout_s=0)
+        outputs = stage.run(routed, replica, progress, HeldHandoff())
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
         num_tokens = routed.num_prompt_tokens

@@ -24,6 +24,9 @@ from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 
+# On a busy machine the first case of a process, which imports a family of transformers, took 239 s.
+pytestmark = pytest.mark.timeout(480)
+
 NUM_TOKENS = 12
 _OTHER_VARIANTS = sorted(
     {*VARIANTS, *DECODER_VARIANTS, *EXPERT_VARIANTS, *LATENT_VARIANTS}
