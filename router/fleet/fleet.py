@@ -8,7 +8,9 @@ from baton.common.errors import FailedPreconditionError, Reason, UnavailableErro
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config.router import ServedModelConfig
-from router.fleet.replica import Capacity, Replica, ReplicaT, tier_name
+from router.fleet.capacity import Capacity
+from router.fleet.replica import Replica, ReplicaT
+from router.fleet.roles import tier_name
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica

@@ -26,8 +26,10 @@ import grpc
 from baton.common.errors import BatonError, FailedPreconditionError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.fleet.replica import Capacity, Replica, ReplicaT, serves_in, tier_name
+from router.fleet.capacity import Capacity
+from router.fleet.replica import Replica, ReplicaT
 from router.fleet.replica_set import watch_replicas
+from router.fleet.roles import serves_in, tier_name
 from rpc.discovery.discovery import Discovery
 from rpc.errors import from_rpc_error
 from rpc.server_access import open_cluster_channel
