@@ -110,10 +110,10 @@ def test_requests_are_spread_and_everything_counts_them_all(router):
 def test_the_limit_of_requests_is_that_of_all_processes(router):
     """Each process alone would take as many of the thirty, up to the share of one client."""
     with ThreadPoolExecutor(30) as threads:
-        answers = list(threads.map(lambda _: complete(router, max_tokens=400), range(30)))
+        answers = list(threads.map(lambda _: complete(router, max_tokens=1000), range(30)))
     codes = Counter(answer.status_code for answer in answers)
     assert set(codes) == {200, 503}
-    assert codes[200] <= 2 * 10  # no request ends before the others have come, but for late ones
+    assert codes[200] <= 10  # the first end after five seconds, when all have come
     refused = next(answer for answer in answers if answer.status_code == 503)
     assert "--max-concurrent-requests" in refused.text
     with ThreadPoolExecutor(6) as threads:  # nothing is left counted
