@@ -23,6 +23,7 @@ from router.routing.policy import PolicySettings
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.placement import Placement
+from router.stages.pulling import PrefixPulls
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -372,9 +373,10 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
         placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
-        outputs = DecodeStage(fleet, placement, queue_timeout_s=0, resume_timeout_s=0).run(
-            routed, replica, progress, HeldHandoff()
+        stage = DecodeStage(
+            fleet, placement, PrefixPulls(fleet, index), queue_timeout_s=0, resume_timeout_s=0
         )
+        outputs = stage.run(routed, replica, progress, HeldHandoff())
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
         num_tokens = routed.num_prompt_tokens
@@ -382,6 +384,21 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         assert match.blocks(new.info.worker_id) == min(10, (num_tokens - 1) // routed.block_size)
         assert len(index) == 10
         await new.stop()
+
+
+async def test_a_look_for_a_replica_looks_a_prompt_up_once(monkeypatch):
+    """Long prompts take 0.05 ms, and there may be hundreds of replicas."""
+    workers, index, lookups = [FakeDecode(SCRIPT) for _ in range(3)], CacheIndex(), []
+    match = CacheIndex.match
+    monkeypatch.setattr(CacheIndex, "match", lambda *args: lookups.append(1) or match(*args))
+    async with running_workers(*workers), running_router(*workers) as router:
+        fleet = router.fleet
+        assert len(fleet.decode.candidates) == 3
+        placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
+        routed = await routed_request(fleet)
+        lookups.clear()
+        assert placement.pick_to_start(routed) is not None
+        assert len(lookups) == 1
 
 
 async def routed_request(fleet):
