@@ -45,6 +45,10 @@ class Candidate:
             that requests hold, the share that is cached, and its requests.
         has_speeds: whether it has reported how fast it is.
         next_token_s: seconds in which one more sequence decodes once beside those that are there.
+        prefill_facts: what costs on prefill are made of, as reading many attributes takes long: its
+            id, `queue_s` and `prompt_token_s` over the weight, and `fullness`.
+        decode_facts: the same for decode: its id, `next_token_s` and `load_token_s` over the
+            weight, `num_free_blocks` and `fullness`.
     """
 
     replica_id: str
@@ -65,16 +69,23 @@ class Candidate:
     fullness: tuple[float, float, int] = field(init=False)
     has_speeds: bool = field(init=False)
     next_token_s: float = field(init=False)
+    prefill_facts: tuple[str, float, float, tuple[float, float, int]] = field(init=False)
+    decode_facts: tuple[str, float, float, int, tuple[float, float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         # Candidates are compared far more often than they change.
-        used_share = 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
-        taken_share = (self.num_requests + 1) / self.num_seats
+        id_, weight, num_free_blocks = self.replica_id, self.weight, self.num_free_blocks
+        used_share = 1 - num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        next_token_s = (self.num_requests + 1) / self.num_seats * self.decode_step_s
+        fullness = used_share, self.cached_share, self.num_requests
+        token_s, load_s = self.prompt_token_s / weight, self.load_token_s / weight
         derived = {
             "used_share": used_share,
-            "fullness": (used_share, self.cached_share, self.num_requests),
+            "fullness": fullness,
             "has_speeds": self.prompt_token_s > 0 and self.decode_step_s > 0,
-            "next_token_s": taken_share * self.decode_step_s,
+            "next_token_s": next_token_s,
+            "prefill_facts": (id_, self.queue_s / weight, token_s, fullness),
+            "decode_facts": (id_, next_token_s / weight, load_s, num_free_blocks, fullness),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

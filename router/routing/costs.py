@@ -9,7 +9,7 @@ than computing them. On the decode tier it costs the time to bring its KV there,
 its tokens take beside the sequences that run there already.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ __all__ = [
     "compare_places",
     "decode_cost",
     "decode_scores",
-    "order_of",
     "prefill_cost",
     "prefill_scores",
     "wants_remote_prefill",
@@ -39,7 +38,7 @@ _MAX_LOCAL_TOKENS = 16
 
 class Score(NamedTuple):
     """What replicas are compared by: a few numbers, as there may be hundreds of replicas. `Cost`
-    has the details.
+    has the details. Scores are sorted from the best to the worst; their ids differ.
 
     Attributes:
         lacks_room: whether the request would wait for blocks of the pool.
@@ -101,8 +100,6 @@ class Cost(NamedTuple):
     weight: float
 
 
-order_of = itemgetter(0, 1, 2)
-"""Returns what scores are sorted by, the best first: room and seconds."""
 _blocks_order = itemgetter(3, 1, 2)
 
 
@@ -119,7 +116,7 @@ def best_of(scores: Sequence[Score], home: str = "") -> Score:
         home: the replica that served the last turn of the request's session; empty if none is
             known.
     """
-    least = min(scores, key=order_of)
+    least = min(scores)
     lacks_room, max_s = least.lacks_room, _EQUAL * least.seconds
     equals = [s for s in scores if s.seconds <= max_s and s.lacks_room == lacks_room]
     if home:
@@ -132,12 +129,19 @@ def best_of(scores: Sequence[Score], home: str = "") -> Score:
 def prefill_scores(candidates: Iterable[Candidate], prompt: Prompt) -> list[Score]:
     """Returns what computing a prompt costs on each of some replicas."""
     scores, make_score = [], Score._make  # in half the time of a call
+    num_tokens, block_size, cached_blocks = prompt.num_tokens, prompt.block_size, _reused(prompt)
     for candidate in candidates:
-        cached_tokens, uncached_tokens, load_s = _work(candidate, prompt)
-        queue_s, weight = candidate.queue_s, candidate.weight
-        seconds = (uncached_tokens * candidate.prompt_token_s + load_s + queue_s) / weight
-        id_, fullness, backlog_s = candidate.replica_id, candidate.fullness, queue_s / weight
-        parts = False, seconds, id_, fullness, backlog_s, cached_tokens, candidate
+        id_, queue_s, token_s, fullness = candidate.prefill_facts
+        cached_tokens = cached_blocks(id_) * block_size
+        uncached_tokens = num_tokens - cached_tokens
+        if uncached_tokens <= 0:
+            cached_tokens, uncached_tokens = num_tokens, 1
+        if candidate.store_ids:
+            uncached_tokens, load_s = _split(candidate, prompt, cached_tokens)
+            seconds = queue_s + uncached_tokens * token_s + load_s / candidate.weight
+        else:
+            seconds = queue_s + uncached_tokens * token_s
+        parts = False, seconds, id_, fullness, queue_s, cached_tokens, candidate
         scores.append(make_score(parts))
     return scores
 
@@ -147,28 +151,39 @@ def decode_scores(candidates: Iterable[Candidate], prompt: Prompt) -> list[Score
     prompt, its computation is a part of it.
     """
     scores, make_score = [], Score._make  # in half the time of a call
-    num_tokens, block_size = prompt.num_tokens, prompt.block_size
-    cached_blocks = prompt.match.blocks if prompt.reuses_kv else _no_blocks
+    num_tokens, block_size, cached_blocks = prompt.num_tokens, prompt.block_size, _reused(prompt)
     num_output_tokens, has_prefill_tier = prompt.num_output_tokens, prompt.has_prefill_tier
     for candidate in candidates:
-        id_, weight = candidate.replica_id, candidate.weight
+        id_, next_s, token_s, num_free_blocks, fullness = candidate.decode_facts
         cached_tokens = cached_blocks(id_) * block_size
         missing_tokens = num_tokens - cached_tokens
         if missing_tokens <= 0:
             cached_tokens, missing_tokens = num_tokens, 1
-        backlog_s = num_output_tokens * candidate.next_token_s
+        backlog_s = num_output_tokens * next_s
         if has_prefill_tier:
-            work_s = missing_tokens * candidate.load_token_s
+            seconds = backlog_s + missing_tokens * token_s
         else:
-            _, uncached_tokens, load_s = _work(candidate, prompt)
-            work_s = uncached_tokens * candidate.prompt_token_s + load_s
-            backlog_s += candidate.queue_s
-        lacks_room = -(-missing_tokens // block_size) > candidate.num_free_blocks
-        seconds, backlog_s = (work_s + backlog_s) / weight, backlog_s / weight
-        fullness = candidate.fullness
+            work_s, queue_s = _local_work(candidate, prompt, cached_tokens)
+            backlog_s += queue_s
+            seconds = backlog_s + work_s
+        lacks_room = -(-missing_tokens // block_size) > num_free_blocks
         parts = lacks_room, seconds, id_, fullness, backlog_s, cached_tokens, candidate
         scores.append(make_score(parts))
     return scores
+
+
+def _local_work(candidate: Candidate, prompt: Prompt, cached_tokens: int) -> tuple[float, float]:
+    """Returns the seconds of a prompt's work on its decode replica and of the queue there, over the
+    weight.
+    """
+    uncached_tokens, load_s = _split(candidate, prompt, cached_tokens)
+    _, queue_s, token_s, _ = candidate.prefill_facts
+    return uncached_tokens * token_s + load_s / candidate.weight, queue_s
+
+
+def _reused(prompt: Prompt) -> Callable[[str], int]:
+    """Returns what returns how many blocks of a prompt a replica has cached."""
+    return prompt.match.blocks if prompt.reuses_kv else _no_blocks
 
 
 def _no_blocks(replica_id: str) -> int:
@@ -176,62 +191,65 @@ def _no_blocks(replica_id: str) -> int:
     return 0
 
 
+def _split(candidate: Candidate, prompt: Prompt, cached_tokens: int) -> tuple[int, float]:
+    """Returns how many tokens are to be computed, and the seconds to load the others that are not
+    cached. At least one token is computed: the next one is drawn from its logits.
+    """
+    num_tokens = prompt.num_tokens
+    uncached_tokens = num_tokens - cached_tokens or 1
+    loads = candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s
+    if loads and prompt.reuses_kv:
+        stored_tokens = min(prompt.stored_tokens(candidate.store_ids), num_tokens - 1)
+        if (loaded_tokens := stored_tokens - cached_tokens) > 0:
+            return uncached_tokens - loaded_tokens, loaded_tokens * candidate.load_token_s
+    return uncached_tokens, 0.0
+
+
 def prefill_cost(score: Score, prompt: Prompt) -> Cost:
     """Returns the parts of what computing a prompt costs."""
     candidate = score.candidate
-    _, uncached_tokens, load_s = _work(candidate, prompt)
-    return _cost(score, uncached_tokens, load_s, queue_s=candidate.queue_s)
+    uncached_tokens, load_s = _split(candidate, prompt, score.cached_tokens)
+    compute_s = uncached_tokens * candidate.prompt_token_s
+    return _cost(score, uncached_tokens, compute_s, load_s, candidate.queue_s, 0.0)
 
 
 def decode_cost(score: Score, prompt: Prompt) -> Cost:
     """Returns the parts of what generating costs."""
     candidate = score.candidate
-    _, uncached_tokens, load_s = _work(candidate, prompt)
     decode_s = prompt.num_output_tokens * candidate.next_token_s
     if not prompt.has_prefill_tier:
-        return _cost(score, uncached_tokens, load_s, candidate.queue_s, decode_s)
+        uncached_tokens, load_s = _split(candidate, prompt, score.cached_tokens)
+        compute_s = uncached_tokens * candidate.prompt_token_s
+        return _cost(score, uncached_tokens, compute_s, load_s, candidate.queue_s, decode_s)
     missing_tokens = prompt.num_tokens - score.cached_tokens or 1
     load_s = missing_tokens * candidate.load_token_s
-    cost = _cost(score, missing_tokens, load_s, decode_s=decode_s)
-    return cost._replace(compute_s=0.0)
+    return _cost(score, missing_tokens, 0.0, load_s, 0.0, decode_s)
 
 
 def _cost(
-    score: Score, uncached_tokens: int, load_s: float, queue_s: float = 0.0, decode_s: float = 0.0
+    score: Score,
+    uncached_tokens: int,
+    compute_s: float,
+    load_s: float,
+    queue_s: float,
+    decode_s: float,
 ) -> Cost:
     candidate = score.candidate
     return Cost(
-        replica_id=score.replica_id,
-        address=candidate.address,
-        seconds=score.seconds,
-        backlog_s=score.backlog_s,
-        cached_tokens=score.cached_tokens,
-        uncached_tokens=uncached_tokens,
-        compute_s=uncached_tokens * candidate.prompt_token_s,
-        load_s=load_s,
-        queue_s=queue_s,
-        decode_s=decode_s,
-        lacks_room=score.lacks_room,
-        num_requests=candidate.num_requests,
-        weight=candidate.weight,
+        score.replica_id,
+        candidate.address,
+        score.seconds,
+        score.backlog_s,
+        score.cached_tokens,
+        uncached_tokens,
+        compute_s,
+        load_s,
+        queue_s,
+        decode_s,
+        score.lacks_room,
+        candidate.num_requests,
+        candidate.weight,
     )
-
-
-def _work(candidate: Candidate, prompt: Prompt) -> tuple[int, int, float]:
-    """Returns how many tokens are cached, how many are to be computed, and the seconds to load the
-    others. At least one token is computed: the next one is drawn from its logits.
-    """
-    num_tokens = prompt.num_tokens
-    if not prompt.reuses_kv:
-        return 0, num_tokens, 0.0
-    cached_tokens = min(prompt.match.blocks(candidate.replica_id) * prompt.block_size, num_tokens)
-    uncached_tokens = num_tokens - cached_tokens or 1
-    if candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s:
-        stored_tokens = min(prompt.stored_tokens(candidate.store_ids), num_tokens - 1)
-        if (loaded_tokens := stored_tokens - cached_tokens) > 0:
-            load_s = loaded_tokens * candidate.load_token_s
-            return cached_tokens, uncached_tokens - loaded_tokens, load_s
-    return cached_tokens, uncached_tokens, 0.0
 
 
 class PrefillPlaces(NamedTuple):
@@ -264,7 +282,9 @@ def compare_places(
     """
     if prefill is None or not decode.has_speeds:
         return None
-    cached_tokens, uncached_tokens, load_s = _work(decode, prompt)
+    cached_tokens = _reused(prompt)(decode.replica_id) * prompt.block_size
+    cached_tokens = min(cached_tokens, prompt.num_tokens)
+    uncached_tokens, load_s = _split(decode, prompt, cached_tokens)
     num_delayed = 1 + max(decode.num_requests, 1)
     local_s = decode.queue_s + load_s + uncached_tokens * decode.prompt_token_s * num_delayed
     move_s = (prompt.num_tokens - cached_tokens) * decode.load_token_s + _HANDOFF_S

@@ -18,7 +18,6 @@ from router.routing.costs import (
     Score,
     decode_cost,
     decode_scores,
-    order_of,
     prefill_cost,
     prefill_scores,
 )
@@ -113,7 +112,7 @@ class RoutingPolicy(ABC):
         if not scores:
             return None
         chosen, reason = self.choose(tier, scores, prompt)
-        best = nsmallest(_MAX_SHOWN, scores, key=order_of)
+        best = nsmallest(_MAX_SHOWN, scores)
         shown = [chosen, *(score for score in best if score is not chosen)][:_MAX_SHOWN]
         cost = prefill_cost if tier == "prefill" else decode_cost
         costs = tuple(cost(score, prompt) for score in shown)

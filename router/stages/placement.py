@@ -12,7 +12,6 @@ from router.routing.candidate import Prompt, beginning_key
 from router.routing.costs import (
     PrefillPlaces,
     compare_places,
-    order_of,
     prefill_scores,
     wants_remote_prefill,
 )
@@ -181,7 +180,7 @@ class Placement:
         candidates = [each.candidate() for each in self._prefill_replicas(request, frozenset())]
         if not all(candidate.has_speeds for candidate in candidates):
             return None
-        best = min(prefill_scores(candidates, prompt), key=order_of, default=None)
+        best = min(prefill_scores(candidates, prompt), default=None)
         return compare_places(decode.candidate(), prompt, best)
 
     def _decode_replicas(

@@ -16,7 +16,7 @@ from router.fleet.replica_load import ReplicaLoad
 from router.routing.cache_form import CacheForm
 from router.routing.cache_index import CacheIndex, CacheMatch
 from router.routing.candidate import Candidate, Prompt, beginning_key
-from router.routing.costs import compare_places, order_of, prefill_scores, wants_remote_prefill
+from router.routing.costs import compare_places, prefill_scores, wants_remote_prefill
 from router.routing.event_reader import KvEventReader
 from router.routing.policy import RoutingPolicy
 
@@ -99,7 +99,7 @@ class SimulatedRouter:
         self, prompt: Prompt, decode: SimulatedDecode, candidates: Sequence[Candidate]
     ) -> bool:
         (candidate,) = self._candidates({decode.worker_id: decode})
-        best = min(prefill_scores(candidates, prompt), key=order_of)
+        best = min(prefill_scores(candidates, prompt))
         places = compare_places(candidate, prompt, best)
         cached = prompt.match.blocks(candidate.replica_id) * prompt.block_size
         uncached = max(prompt.num_tokens - cached, 1)
