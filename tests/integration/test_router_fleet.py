@@ -373,9 +373,8 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         routed = await routed_request(fleet)
         progress = Progress(routed.spec.params)
         placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
-        stage = DecodeStage(
-            fleet, placement, PrefixPulls(fleet, index), queue_timeout_s=0, resume_timeout_s=0
-        )
+        pulls = PrefixPulls(fleet, index)
+        stage = DecodeStage(fleet, placement, pulls, queue_timeout_s=0, resume_timeout_s=0)
         outputs = stage.run(routed, replica, progress, HeldHandoff())
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10

@@ -88,9 +88,10 @@ def running_router_processes(
         step_ms: time between two tokens of a stream.
     """
     worker_file = folder / "worker"
-    worker = [sys.executable, "-P", "-m", "benchmarks.router.scripted_worker", str(step_ms)]
+    worker = [sys.executable, "-P", "-m", "benchmarks.router.scripted_worker"]
+    worker += ["decode", str(step_ms), "1", str(worker_file)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_running([*worker, str(worker_file)]))
+        stack.enter_context(_running(worker))
         address = f"127.0.0.1:{until(lambda: _port_in(worker_file))}"
         files = folder / "http", folder / "grpc"
         command = [sys.executable, "-P", "-m", "baton.cli.router", "--processes", "2"]
