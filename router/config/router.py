@@ -164,9 +164,9 @@ class RouterConfig:
         metavar="NAME",
     )
     max_affinity_delay_s: float = flag(
-        1.0,
+        4.0,
         "with --routing-policy prefix, seconds by which a prompt may start later than elsewhere "
-        "on the prefill replica that caches it",
+        "on the prefill replica that caches it, and by at most four times what it saves there",
     )
     max_local_prefill_tokens: int | str = flag(
         AUTO,

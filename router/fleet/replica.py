@@ -222,8 +222,10 @@ class Replica:
         num_blocks: int = 0,
         is_sent: bool = True,
         deadline: float | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         """Counts a request as this replica's while the context is open.
+
+        Yields a function to call when a request is sent that was not sent at once.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
@@ -235,9 +237,9 @@ class Replica:
         reserved = self._load.reserve(num_tokens, num_blocks, is_sent=is_sent, deadline=ends_at)
         self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
-            with reserved:
+            with reserved as note_sent:
                 self._note_change()
-                yield
+                yield note_sent
         finally:
             self._note_change()
 

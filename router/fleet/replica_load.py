@@ -168,8 +168,10 @@ class ReplicaLoad:
     @contextmanager
     def reserve(
         self, num_tokens: int, num_blocks: int, *, is_sent: bool = True, deadline: float = math.inf
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         """Counts a request while the context is open.
+
+        Yields a function to call when a request is sent that was not sent at once.
 
         Args:
             num_tokens: prompt tokens that the replica will compute.
@@ -185,8 +187,12 @@ class ReplicaLoad:
         self._on_way_sum.add(dispatch)
         self._next_deadline = min(self._next_deadline, deadline)
         self._candidate = None
+
+        def note_sent() -> None:
+            dispatch.sent_at = self._clock()
+
         try:
-            yield
+            yield note_sent
         finally:
             self._drop(number)
 

@@ -281,7 +281,12 @@ class WaitingRequests:
             return  # the next look follows once it has reserved what it found
         firsts = (group.first() for group in self._groups.values())
         for _, waiter in sorted(first for first in firsts if first is not None):
-            found = waiter.find()
+            try:
+                found = waiter.find()
+            except Exception as error:  # a policy may be of another package
+                waiter.found.set_exception(error)
+                self.offer()  # the next one must not wait behind it
+                return
             if found is not None:
                 self._chosen = waiter
                 self.shares.take_turn(waiter.turn.share)

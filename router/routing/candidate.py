@@ -6,11 +6,14 @@ from statistics import fmean
 
 from router.routing.cache_index import CacheMatch
 
-__all__ = ["Candidate", "Prompt", "with_speeds"]
+__all__ = ["Candidate", "Prompt", "beginning_key", "with_speeds"]
 
 _DEFAULT_PROMPT_TOKEN_S = 1e-4
 _DEFAULT_DECODE_STEP_S = 0.02
 """Speeds that are assumed while no replica has reported any; then only their ratio counts."""
+_KEY_TOKENS = 1024
+"""Prompts with as many equal first tokens belong together. With fewer, a system prompt that all
+prompts share would make them one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,14 @@ class Candidate:
         store_ids: identities of its KV stores.
         weight: the share of the load that it should get, beside a replica of weight 1.
         used_share: the share of its blocks that requests hold.
+        fullness: what nearly equal costs are decided by, the least first: the share of its blocks
+            that requests hold, the share that is cached, and its requests.
+        has_speeds: whether it has reported how fast it is.
+        next_token_s: seconds in which one more sequence decodes once beside those that are there.
+        prefill_facts: what costs on prefill are made of, as reading many attributes takes long: its
+            id, `queue_s` and `prompt_token_s` over the weight, and `fullness`.
+        decode_facts: the same for decode: its id, `next_token_s` and `load_token_s` over the
+            weight, `num_free_blocks` and `fullness`.
     """
 
     replica_id: str
@@ -55,15 +66,29 @@ class Candidate:
     store_ids: tuple[str, ...] = ()
     weight: float = 1.0
     used_share: float = field(init=False)
+    fullness: tuple[float, float, int] = field(init=False)
+    has_speeds: bool = field(init=False)
+    next_token_s: float = field(init=False)
+    prefill_facts: tuple[str, float, float, tuple[float, float, int]] = field(init=False)
+    decode_facts: tuple[str, float, float, int, tuple[float, float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        used_share = 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
-        object.__setattr__(self, "used_share", used_share)
-
-    @property
-    def has_speeds(self) -> bool:
-        """Whether it has reported how fast it is."""
-        return self.prompt_token_s > 0 and self.decode_step_s > 0
+        # Candidates are compared far more often than they change.
+        id_, weight, num_free_blocks = self.replica_id, self.weight, self.num_free_blocks
+        used_share = 1 - num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        next_token_s = (self.num_requests + 1) / self.num_seats * self.decode_step_s
+        fullness = used_share, self.cached_share, self.num_requests
+        token_s, load_s = self.prompt_token_s / weight, self.load_token_s / weight
+        derived = {
+            "used_share": used_share,
+            "fullness": fullness,
+            "has_speeds": self.prompt_token_s > 0 and self.decode_step_s > 0,
+            "next_token_s": next_token_s,
+            "prefill_facts": (id_, self.queue_s / weight, token_s, fullness),
+            "decode_facts": (id_, next_token_s / weight, load_s, num_free_blocks, fullness),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +127,16 @@ class Prompt:
             tokens = self.match.stored_blocks(store_ids) * self.block_size
             self._stored_tokens[store_ids] = tokens
         return tokens
+
+
+def beginning_key(block_keys: Sequence[bytes], block_size: int) -> bytes:
+    """Returns a key that prompts share which begin with the same 1,024 tokens or so.
+
+    Args:
+        block_keys: the chained keys of a prompt's full blocks; at least one.
+        block_size: tokens per block.
+    """
+    return block_keys[: max(_KEY_TOKENS // block_size, 1)][-1]
 
 
 def with_speeds(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -9,7 +9,8 @@ than computing them. On the decode tier it costs the time to bring its KV there,
 its tokens take beside the sequences that run there already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from router.routing.candidate import Candidate, Prompt
@@ -17,11 +18,13 @@ from router.routing.candidate import Candidate, Prompt
 __all__ = [
     "Cost",
     "PrefillPlaces",
+    "Score",
     "best_of",
     "compare_places",
     "decode_cost",
-    "order_of",
+    "decode_scores",
     "prefill_cost",
+    "prefill_scores",
     "wants_remote_prefill",
 ]
 
@@ -33,8 +36,37 @@ _MAX_LOCAL_TOKENS = 16
 """So few tokens are always computed by decode: they fit into a step of its sequences."""
 
 
+class Score(NamedTuple):
+    """What replicas are compared by: a few numbers, as there may be hundreds of replicas. `Cost`
+    has the details. Scores are sorted from the best to the worst; their ids differ.
+
+    Attributes:
+        lacks_room: whether the request would wait for blocks of the pool.
+        seconds: what the request costs, over the replica's weight.
+        replica_id: the replica; breaks ties.
+        fullness: the candidate's.
+        backlog_s: the part of the seconds that has nothing to do with the request's KV: the queue,
+            or on decode the sequences there.
+        cached_tokens: leading tokens of the prompt that the replica caches.
+        candidate: the replica's facts.
+    """
+
+    lacks_room: bool
+    seconds: float
+    replica_id: str
+    fullness: tuple[float, float, int]
+    backlog_s: float
+    cached_tokens: int
+    candidate: Candidate
+
+    @property
+    def work_s(self) -> float:
+        """Seconds to compute and to load what the replica lacks of the prompt."""
+        return self.seconds - self.backlog_s
+
+
 class Cost(NamedTuple):
-    """The cost of one request on one replica.
+    """The cost of one request on one replica, part by part.
 
     Attributes:
         replica_id: the replica.
@@ -43,15 +75,12 @@ class Cost(NamedTuple):
         backlog_s: the part of it that has nothing to do with the request's KV: the queue, or on
             decode the sequences there.
         cached_tokens: leading tokens of the prompt that the replica caches.
-        saved_s: seconds to compute these.
         uncached_tokens: tokens that it would compute, or on decode have to get.
         compute_s: seconds to compute them.
         load_s: seconds to load those that are loaded.
         queue_s: seconds of prompt work before them.
         decode_s: seconds in which the request's tokens are generated; 0 on prefill.
         lacks_room: whether the request would wait for blocks of the pool.
-        used_share: the share of the pool's blocks that requests hold.
-        cached_share: the share of them that is in the prefix cache.
         num_requests: requests that are there.
         weight: the replica's share of the load, which divides the seconds.
     """
@@ -61,26 +90,21 @@ class Cost(NamedTuple):
     seconds: float
     backlog_s: float
     cached_tokens: int
-    saved_s: float
     uncached_tokens: int
     compute_s: float
     load_s: float
     queue_s: float
     decode_s: float
     lacks_room: bool
-    used_share: float
-    cached_share: float
     num_requests: int
     weight: float
 
 
-def order_of(cost: Cost) -> tuple[bool, float, str]:
-    """Returns what costs are sorted by, the best first: room and seconds."""
-    return cost.lacks_room, cost.seconds, cost.replica_id
+_blocks_order = itemgetter(3, 1, 2)
 
 
-def best_of(costs: Sequence[Cost], home: str = "") -> Cost:
-    """Returns the best of one or more costs.
+def best_of(scores: Sequence[Score], home: str = "") -> Score:
+    """Returns the best of one or more scores.
 
     Seconds are measured, so a small difference says nothing. Of nearly equal ones that of the
     session's home is the best, then that with the most free blocks, then the one that caches
@@ -88,113 +112,152 @@ def best_of(costs: Sequence[Cost], home: str = "") -> Cost:
     others idle.
 
     Args:
-        costs: the costs.
+        scores: the scores.
         home: the replica that served the last turn of the request's session; empty if none is
             known.
     """
-    least = min(costs, key=order_of)
-    max_s = _EQUAL * least.seconds
-    equals = [c for c in costs if c.seconds <= max_s and c.lacks_room == least.lacks_room]
-    at_home = next((cost for cost in equals if cost.replica_id == home), None)
-    return at_home or min(equals, key=_blocks_order)
+    least = min(scores)
+    lacks_room, max_s = least.lacks_room, _EQUAL * least.seconds
+    equals = [s for s in scores if s.seconds <= max_s and s.lacks_room == lacks_room]
+    if home:
+        at_home = next((score for score in equals if score.replica_id == home), None)
+        if at_home is not None:
+            return at_home
+    return min(equals, key=_blocks_order)
 
 
-def _blocks_order(cost: Cost) -> tuple[float, float, int, float, str]:
-    return cost.used_share, cost.cached_share, cost.num_requests, cost.seconds, cost.replica_id
+def prefill_scores(candidates: Iterable[Candidate], prompt: Prompt) -> list[Score]:
+    """Returns what computing a prompt costs on each of some replicas."""
+    scores, make_score = [], Score._make  # in half the time of a call
+    num_tokens, block_size, cached_blocks = prompt.num_tokens, prompt.block_size, _reused(prompt)
+    for candidate in candidates:
+        id_, queue_s, token_s, fullness = candidate.prefill_facts
+        cached_tokens = cached_blocks(id_) * block_size
+        uncached_tokens = num_tokens - cached_tokens
+        if uncached_tokens <= 0:
+            cached_tokens, uncached_tokens = num_tokens, 1
+        if candidate.store_ids:
+            uncached_tokens, load_s = _split(candidate, prompt, cached_tokens)
+            seconds = queue_s + uncached_tokens * token_s + load_s / candidate.weight
+        else:
+            seconds = queue_s + uncached_tokens * token_s
+        parts = False, seconds, id_, fullness, queue_s, cached_tokens, candidate
+        scores.append(make_score(parts))
+    return scores
 
 
-def prefill_cost(candidate: Candidate, prompt: Prompt) -> Cost:
-    """Returns what computing a prompt costs."""
-    cached_tokens, uncached_tokens, load_s = _work(candidate, prompt)
-    compute_s = uncached_tokens * candidate.prompt_token_s
-    queue_s, weight = candidate.queue_s, candidate.weight
-    return Cost._make(  # in half the time of a call
-        (
-            candidate.replica_id,
-            candidate.address,
-            (compute_s + load_s + queue_s) / weight,
-            queue_s / weight,
-            cached_tokens,
-            cached_tokens * candidate.prompt_token_s,
-            uncached_tokens,
-            compute_s,
-            load_s,
-            queue_s,
-            0.0,
-            False,
-            candidate.used_share,
-            candidate.cached_share,
-            candidate.num_requests,
-            weight,
-        )
-    )
-
-
-def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
-    """Returns what generating costs. If no prefill replica computes the prompt, its computation
-    is a part of it.
-
-    The tokens take `decode_step_s` each while all seats are taken, and accordingly less while
-    fewer are.
+def decode_scores(candidates: Iterable[Candidate], prompt: Prompt) -> list[Score]:
+    """Returns what generating costs on each of some replicas. If no prefill replica computes the
+    prompt, its computation is a part of it.
     """
-    cached_tokens, uncached_tokens, load_s = _work(candidate, prompt)
-    compute_s, queue_s = uncached_tokens * candidate.prompt_token_s, candidate.queue_s
-    missing_tokens = max(prompt.num_tokens - cached_tokens, 1)
-    if prompt.has_prefill_tier:
-        missing_tokens = max(_moved_tokens(candidate, prompt), 1)
-        uncached_tokens, load_s = missing_tokens, missing_tokens * candidate.load_token_s
-        compute_s = queue_s = 0.0
-    taken_share = (candidate.num_requests + 1) / candidate.num_seats
-    decode_s = prompt.num_output_tokens * taken_share * candidate.decode_step_s
-    missing_blocks = -(-missing_tokens // prompt.block_size)
-    backlog_s, weight = queue_s + decode_s, candidate.weight
-    return Cost._make(  # in half the time of a call
-        (
-            candidate.replica_id,
-            candidate.address,
-            (compute_s + load_s + backlog_s) / weight,
-            backlog_s / weight,
-            cached_tokens,
-            cached_tokens * candidate.prompt_token_s,
-            uncached_tokens,
-            compute_s,
-            load_s,
-            queue_s,
-            decode_s,
-            missing_blocks > candidate.num_free_blocks,
-            candidate.used_share,
-            candidate.cached_share,
-            candidate.num_requests,
-            weight,
-        )
-    )
+    scores, make_score = [], Score._make  # in half the time of a call
+    num_tokens, block_size = prompt.num_tokens, prompt.block_size
+    num_output_tokens, has_prefill_tier = prompt.num_output_tokens, prompt.has_prefill_tier
+    cached_blocks = _held(prompt) if has_prefill_tier else _reused(prompt)
+    for candidate in candidates:
+        id_, next_s, token_s, num_free_blocks, fullness = candidate.decode_facts
+        cached_tokens = cached_blocks(id_) * block_size
+        missing_tokens = num_tokens - cached_tokens
+        if missing_tokens <= 0:
+            cached_tokens, missing_tokens = num_tokens, 1
+        backlog_s = num_output_tokens * next_s
+        if has_prefill_tier:
+            seconds = backlog_s + missing_tokens * token_s
+        else:
+            work_s, queue_s = _local_work(candidate, prompt, cached_tokens)
+            backlog_s += queue_s
+            seconds = backlog_s + work_s
+        lacks_room = -(-missing_tokens // block_size) > num_free_blocks
+        parts = lacks_room, seconds, id_, fullness, backlog_s, cached_tokens, candidate
+        scores.append(make_score(parts))
+    return scores
 
 
-def _work(candidate: Candidate, prompt: Prompt) -> tuple[int, int, float]:
-    """Returns how many tokens are cached, how many are to be computed, and the seconds to load the
-    others. At least one token is computed: the next one is drawn from its logits.
+def _local_work(candidate: Candidate, prompt: Prompt, cached_tokens: int) -> tuple[float, float]:
+    """Returns the seconds of a prompt's work on its decode replica and of the queue there, over the
+    weight.
+    """
+    uncached_tokens, load_s = _split(candidate, prompt, cached_tokens)
+    _, queue_s, token_s, _ = candidate.prefill_facts
+    return uncached_tokens * token_s + load_s / candidate.weight, queue_s
+
+
+def _reused(prompt: Prompt) -> Callable[[str], int]:
+    """Returns what returns how many blocks of a prompt a replica has cached."""
+    return prompt.match.blocks if prompt.reuses_kv else _no_blocks
+
+
+def _held(prompt: Prompt) -> Callable[[str], int]:
+    """Returns what returns how many blocks of a prompt a decode replica need not load with a
+    handoff. This brings states, too, so that the replica uses KV that it could not go on from.
+    """
+    return prompt.match.kv_blocks if prompt.reuses_kv else _no_blocks
+
+
+def _no_blocks(replica_id: str) -> int:
+    """The blocks of a prompt that reuses nothing."""
+    return 0
+
+
+def _split(candidate: Candidate, prompt: Prompt, cached_tokens: int) -> tuple[int, float]:
+    """Returns how many tokens are to be computed, and the seconds to load the others that are not
+    cached. At least one token is computed: the next one is drawn from its logits.
     """
     num_tokens = prompt.num_tokens
-    if not prompt.reuses_kv:
-        return 0, num_tokens, 0.0
-    cached_tokens = min(prompt.match.blocks(candidate.replica_id) * prompt.block_size, num_tokens)
     uncached_tokens = num_tokens - cached_tokens or 1
-    if candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s:
+    loads = candidate.store_ids and candidate.load_token_s < candidate.prompt_token_s
+    if loads and prompt.reuses_kv:
         stored_tokens = min(prompt.stored_tokens(candidate.store_ids), num_tokens - 1)
         if (loaded_tokens := stored_tokens - cached_tokens) > 0:
-            load_s = loaded_tokens * candidate.load_token_s
-            return cached_tokens, uncached_tokens - loaded_tokens, load_s
-    return cached_tokens, uncached_tokens, 0.0
+            return uncached_tokens - loaded_tokens, loaded_tokens * candidate.load_token_s
+    return uncached_tokens, 0.0
 
 
-def _moved_tokens(candidate: Candidate, prompt: Prompt) -> int:
-    """Tokens whose KV a decode replica loads with a handoff. This brings states, too, so that the
-    replica uses KV that it could not go on from.
-    """
-    if not prompt.reuses_kv:
-        return prompt.num_tokens
-    held_tokens = prompt.match.kv_blocks(candidate.replica_id) * prompt.block_size
-    return max(prompt.num_tokens - held_tokens, 0)
+def prefill_cost(score: Score, prompt: Prompt) -> Cost:
+    """Returns the parts of what computing a prompt costs."""
+    candidate = score.candidate
+    uncached_tokens, load_s = _split(candidate, prompt, score.cached_tokens)
+    compute_s = uncached_tokens * candidate.prompt_token_s
+    return _cost(score, uncached_tokens, compute_s, load_s, candidate.queue_s, 0.0)
+
+
+def decode_cost(score: Score, prompt: Prompt) -> Cost:
+    """Returns the parts of what generating costs."""
+    candidate = score.candidate
+    decode_s = prompt.num_output_tokens * candidate.next_token_s
+    if not prompt.has_prefill_tier:
+        uncached_tokens, load_s = _split(candidate, prompt, score.cached_tokens)
+        compute_s = uncached_tokens * candidate.prompt_token_s
+        return _cost(score, uncached_tokens, compute_s, load_s, candidate.queue_s, decode_s)
+    missing_tokens = prompt.num_tokens - score.cached_tokens or 1
+    load_s = missing_tokens * candidate.load_token_s
+    return _cost(score, missing_tokens, 0.0, load_s, 0.0, decode_s)
+
+
+def _cost(
+    score: Score,
+    uncached_tokens: int,
+    compute_s: float,
+    load_s: float,
+    queue_s: float,
+    decode_s: float,
+) -> Cost:
+    candidate = score.candidate
+    return Cost(
+        score.replica_id,
+        candidate.address,
+        score.seconds,
+        score.backlog_s,
+        score.cached_tokens,
+        uncached_tokens,
+        compute_s,
+        load_s,
+        queue_s,
+        decode_s,
+        score.lacks_room,
+        candidate.num_requests,
+        candidate.weight,
+    )
 
 
 class PrefillPlaces(NamedTuple):
@@ -209,7 +272,9 @@ class PrefillPlaces(NamedTuple):
     remote_s: float
 
 
-def compare_places(decode: Candidate, prompt: Prompt, prefill: Cost | None) -> PrefillPlaces | None:
+def compare_places(
+    decode: Candidate, prompt: Prompt, prefill: Score | None
+) -> PrefillPlaces | None:
     """Compares the computation of a prompt by its decode replica and by a prefill replica.
 
     While decode computes a prompt, each of its sequences waits. If none runs yet, one is counted:
@@ -218,19 +283,21 @@ def compare_places(decode: Candidate, prompt: Prompt, prefill: Cost | None) -> P
     Args:
         decode: the replica that will generate.
         prompt: the request.
-        prefill: the cost on the best prefill replica; None if there is none, or if its speed is
-            not known.
+        prefill: the best prefill replica; None if there is none, or if its speed is not known.
 
     Returns:
         None if there is nothing to compare.
     """
     if prefill is None or not decode.has_speeds:
         return None
-    cost = prefill_cost(decode, prompt)
+    cached_tokens = _reused(prompt)(decode.replica_id) * prompt.block_size
+    cached_tokens = min(cached_tokens, prompt.num_tokens)
+    uncached_tokens, load_s = _split(decode, prompt, cached_tokens)
     num_delayed = 1 + max(decode.num_requests, 1)
-    local_s = cost.queue_s + cost.load_s + cost.compute_s * num_delayed
-    move_s = _moved_tokens(decode, prompt) * decode.load_token_s + _HANDOFF_S
-    return PrefillPlaces(local_s, prefill.queue_s + prefill.load_s + prefill.compute_s + move_s)
+    local_s = decode.queue_s + load_s + uncached_tokens * decode.prompt_token_s * num_delayed
+    held_tokens = _held(prompt)(decode.replica_id) * prompt.block_size
+    move_s = max(prompt.num_tokens - held_tokens, 0) * decode.load_token_s + _HANDOFF_S
+    return PrefillPlaces(local_s, prefill.seconds * prefill.candidate.weight + move_s)
 
 
 def wants_remote_prefill(

@@ -9,10 +9,18 @@ A policy is one file in `router.routing.policies`; other packages offer theirs b
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import ClassVar, Literal, NamedTuple
 
 from router.routing.candidate import Candidate, Prompt, with_speeds
-from router.routing.costs import Cost, decode_cost, order_of, prefill_cost
+from router.routing.costs import (
+    Cost,
+    Score,
+    decode_cost,
+    decode_scores,
+    prefill_cost,
+    prefill_scores,
+)
 
 __all__ = ["Choice", "PolicySettings", "RoutingPolicy", "TierName"]
 
@@ -26,10 +34,10 @@ class PolicySettings:
 
     Attributes:
         max_affinity_delay_s: seconds by which a prompt may start later than elsewhere on the
-            replica that caches it.
+            replica that caches it, at most.
     """
 
-    max_affinity_delay_s: float = 1.0
+    max_affinity_delay_s: float = 4.0
 
 
 class Choice(NamedTuple):
@@ -79,32 +87,33 @@ class RoutingPolicy(ABC):
 
     def pick_prefill(self, candidates: Sequence[Candidate], prompt: Prompt) -> Choice | None:
         """Chooses the replica that computes a prompt; None without candidates."""
-        costs = [prefill_cost(candidate, prompt) for candidate in with_speeds(candidates)]
-        return self._pick("prefill", costs, prompt)
+        return self._pick("prefill", prefill_scores(with_speeds(candidates), prompt), prompt)
 
     def pick_decode(self, candidates: Sequence[Candidate], prompt: Prompt) -> Choice | None:
         """Chooses the replica that generates; None without candidates.
 
         A replica in whose pool a request would wait for blocks is chosen only if all are such.
         """
-        costs = [decode_cost(candidate, prompt) for candidate in with_speeds(candidates)]
-        with_room = [cost for cost in costs if not cost.lacks_room]
-        return self._pick("decode", with_room or costs, prompt)
+        scores = decode_scores(with_speeds(candidates), prompt)
+        with_room = [score for score in scores if not score.lacks_room]
+        return self._pick("decode", with_room or scores, prompt)
 
     @abstractmethod
-    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        """Returns one of the costs, that of the chosen replica, and why it was chosen.
+    def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:
+        """Returns one of the scores, that of the chosen replica, and why it was chosen.
 
         Args:
             tier: prefill or decode.
-            costs: at least one.
+            scores: at least one.
             prompt: the request.
         """
 
-    def _pick(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> Choice | None:
-        if not costs:
+    def _pick(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> Choice | None:
+        if not scores:
             return None
-        chosen, reason = self.choose(tier, costs, prompt)
-        others = sorted((cost for cost in costs if cost is not chosen), key=order_of)
-        shown = (chosen, *others[: _MAX_SHOWN - 1])
-        return Choice(tier, self.name, reason, shown, len(costs))
+        chosen, reason = self.choose(tier, scores, prompt)
+        best = nsmallest(_MAX_SHOWN, scores)
+        shown = [chosen, *(score for score in best if score is not chosen)][:_MAX_SHOWN]
+        cost = prefill_cost if tier == "prefill" else decode_cost
+        costs = tuple(cost(score, prompt) for score in shown)
+        return Choice(tier, self.name, reason, costs, len(scores))

@@ -181,8 +181,10 @@ class DecodeStage:
         missing_blocks = self._placement.missing_blocks(request, replica, has_handoff=is_loaded)
         with ExitStack() as ends, replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
-            reserved = replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline)
-            ends.enter_context(reserved)
+            reserved = replica.reserve(
+                num_blocks=missing_blocks, is_sent=False, deadline=spec.deadline
+            )
+            note_sent = ends.enter_context(reserved)
             pull = None if is_loaded else self._pulls.plan(request, replica)
             pulled = await self._pulls.borrow(request, pull, own)
             ends.callback(pulled.release)
@@ -198,6 +200,7 @@ class DecodeStage:
             progress.write_to(start)
             stream = replica.connection.start(command)
             ends.callback(stream.close)
+            note_sent()
             replica.log_start(spec)
             # After `start`, which fails if the worker was lost: a record of a lost worker would
             # never be forgotten.

@@ -9,12 +9,11 @@ from router.fleet.replica import Replica, ReplicaT, without_ejected
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.requests.request import RoutedRequest
 from router.routing.cache_index import CacheIndex
-from router.routing.candidate import Prompt
+from router.routing.candidate import Prompt, beginning_key
 from router.routing.costs import (
     PrefillPlaces,
     compare_places,
-    order_of,
-    prefill_cost,
+    prefill_scores,
     wants_remote_prefill,
 )
 from router.routing.policy import Choice, RoutingPolicy
@@ -22,8 +21,6 @@ from router.routing.sessions import SessionHomes
 
 __all__ = ["Placement", "PromptPlan"]
 
-_KEY_BLOCKS = 4
-"""Prompts with as many equal first blocks belong together, for policies that hash them."""
 _FIRST_OUTPUT_TOKENS = 128.0
 _RATE = 0.05  # weight of an answer in the mean
 
@@ -74,7 +71,7 @@ class Placement:
             request: the request.
             refused: ids of replicas that must not be chosen.
         """
-        return self._choose_decode(request, self._decode_replicas(request, refused))
+        return self._choose_decode(request, self._decode_replicas(request, refused), None)
 
     def pick_to_start(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
@@ -86,16 +83,18 @@ class Placement:
             request: the request.
             refused: ids of replicas that must not be chosen.
         """
-        has_handoff = bool(self._fleet.prefill.candidates)
+        prompt = self._prompt(request)  # one look-up for all replicas
+        match, num_blocks = prompt.match, request.num_prompt_blocks
+        cached_blocks = match.kv_blocks if self._fleet.prefill.candidates else match.blocks
         replicas = [
             replica
             for replica in self._decode_replicas(request, refused)
-            if replica.may_start(self.missing_blocks(request, replica, has_handoff=has_handoff))
+            if replica.may_start(num_blocks - cached_blocks(replica.replica_id))
         ]
-        replica = self._choose_decode(request, replicas)
+        replica = self._choose_decode(request, replicas, prompt)
         if replica is None or self._fleet.may_start_prompts:
             return replica
-        return None if self.plan_prompt(request, replica).is_remote else replica
+        return None if self._plan(request, replica, prompt).is_remote else replica
 
     def may_decode(self, request: RoutedRequest, refused: frozenset[str] = frozenset()) -> bool:
         """Whether a replica would take the request now, into its queue at least."""
@@ -106,12 +105,12 @@ class Placement:
         return request.num_prompt_tokens > (self._max_local_prefill_tokens or request.block_size)
 
     def _choose_decode(
-        self, request: RoutedRequest, replicas: Sequence[DecodeReplica]
+        self, request: RoutedRequest, replicas: Sequence[DecodeReplica], prompt: Prompt | None
     ) -> DecodeReplica | None:
         if not replicas:
             return None
         candidates = [replica.candidate() for replica in replicas]
-        choice = self._policy.pick_decode(candidates, self._prompt(request))
+        choice = self._policy.pick_decode(candidates, prompt or self._prompt(request))
         return _take(choice, replicas, request)
 
     def pick_prefill(
@@ -137,7 +136,9 @@ class Placement:
             request: the request.
             decode: the replica that will generate.
         """
-        prompt = self._prompt(request)
+        return self._plan(request, decode, self._prompt(request))
+
+    def _plan(self, request: RoutedRequest, decode: DecodeReplica, prompt: Prompt) -> PromptPlan:
         cached_blocks = prompt.match.blocks(decode.replica_id)
         uncached_tokens = prompt.num_tokens - request.num_reused_tokens(cached_blocks)
         max_local_tokens = self._max_local_prefill_tokens
@@ -189,8 +190,8 @@ class Placement:
         candidates = [each.candidate() for each in self._prefill_replicas(request, frozenset())]
         if not all(candidate.has_speeds for candidate in candidates):
             return None
-        costs = (prefill_cost(candidate, prompt) for candidate in candidates)
-        return compare_places(decode.candidate(), prompt, min(costs, key=order_of, default=None))
+        best = min(prefill_scores(candidates, prompt), default=None)
+        return compare_places(decode.candidate(), prompt, best)
 
     def _decode_replicas(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
@@ -237,5 +238,5 @@ def _key_of(request: RoutedRequest) -> bytes:
     if request.record.session:
         return request.record.session
     if request.block_keys:
-        return request.block_keys[:_KEY_BLOCKS][-1]
+        return beginning_key(request.block_keys, request.block_size)
     return repr(request.spec.prompt_token_ids).encode()

@@ -108,7 +108,8 @@ class PrefillCall:
         self._attempt: Attempt
         self._queued = ExitStack()
         deadline = prompt.request.spec.deadline
-        self._queued.enter_context(replica.reserve(num_tokens=num_tokens, deadline=deadline))
+        reserved = replica.reserve(num_tokens=num_tokens, is_sent=False, deadline=deadline)
+        self._note_sent = self._queued.enter_context(reserved)
 
     async def outputs(self) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the first tokens, then an output with timings once the KV is saved. The caller
@@ -125,6 +126,7 @@ class PrefillCall:
             replica.log_start(spec)
             try:
                 events = replica.prefill(spec, request.namespace, self._pulled.message)
+                self._note_sent()  # not before: the other replica may have lent late
                 async with aclosing(events):
                     async for event in events:
                         self._pulled.release()  # it is loaded, or was given up
@@ -276,6 +278,7 @@ class PrefillStage:
     def _call(self, prompt: Prompt, replica: PrefillReplica) -> PrefillCall:
         cost = prompt.request.record.choices["prefill"].cost
         pull = self._pulls.plan(prompt.request, replica)
-        num_tokens = cost.uncached_tokens - (pull.num_tokens if pull is not None else 0)
+        # What is pulled may also be in a store, whose tokens are not among the uncached ones.
+        num_tokens = max(cost.uncached_tokens - (pull.num_tokens if pull is not None else 0), 1)
         self._placement.expect(prompt.request, replica)
         return PrefillCall(prompt, replica, num_tokens, self._pulls, pull)

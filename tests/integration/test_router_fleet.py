@@ -385,6 +385,21 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         await new.stop()
 
 
+async def test_a_look_for_a_replica_looks_a_prompt_up_once(monkeypatch):
+    """Long prompts take 0.05 ms, and there may be hundreds of replicas."""
+    workers, index, lookups = [FakeDecode(SCRIPT) for _ in range(3)], CacheIndex(), []
+    match = CacheIndex.match
+    monkeypatch.setattr(CacheIndex, "match", lambda *args: lookups.append(1) or match(*args))
+    async with running_workers(*workers), running_router(*workers) as router:
+        fleet = router.fleet
+        assert len(fleet.decode.candidates) == 3
+        placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
+        routed = await routed_request(fleet)
+        lookups.clear()
+        assert placement.pick_to_start(routed) is not None
+        assert len(lookups) == 1
+
+
 async def routed_request(fleet):
     read = await request_from_proto(request(request_id="r"))
     params = SamplingParams(temperature=0, max_tokens=3)

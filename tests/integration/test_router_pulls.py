@@ -1,12 +1,13 @@
 """The router lets a replica pull a prompt's beginning from another one that holds it."""
 
+import asyncio
 import time
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
 from baton.common.errors import FailedPreconditionError
-from baton.v1 import prefill_pb2
+from baton.v1 import prefill_pb2, worker_pb2
 from kvstore.block_key import BlockKeyChain
 from router.routing.pulls import PullCosts
 from router.stages import pulling
@@ -61,6 +62,21 @@ async def test_the_second_replica_gets_what_the_first_one_lends():
         await first.changes.until(lambda: "lent" in first.released)
         snapshot = router.service._metrics.snapshot()
         assert snapshot.values["baton_router_prefix_pulls", "prefill", "lent"] == 1
+
+
+async def test_a_prompt_counts_while_its_beginning_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """No report of the replica includes it: it is sent when the other one has answered."""
+    monkeypatch.setattr("router.fleet.replica_load._TRANSIT_S", -1.0)
+    monkeypatch.setattr("router.routing.pulls._MAX_WAIT_S", 0.5)
+    decode = FakeDecode(SCRIPT, kv_connector="grpc")
+    async with second_turn(*prefills(), decode) as (router, first, second):
+        first.holds_prefix = True
+        answer = asyncio.create_task(router.generate(request(TURN, max_tokens=2)))
+        await first.changes.until(lambda: first.asked_keys)
+        replica = router.fleet.find(second.info.worker_id)
+        replica._load.take(worker_pb2.WorkerLoad())
+        assert replica.candidate().num_queued_tokens > 0
+        assert token_ids_of(await answer) == SCRIPT[:2]
 
 
 async def test_a_replica_that_lends_nothing_costs_only_the_question():

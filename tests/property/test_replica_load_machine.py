@@ -5,6 +5,7 @@ after it had gone, and what is there is never missing.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         self.load = ReplicaLoad(info, clock=lambda: self.now)
         self.own: dict[int, Own] = {}
         self.ends: dict[int, ExitStack] = {}
+        self.send_of: dict[int, Callable[[], None]] = {}
         self.others = 0  # tokens of other routers' requests in the worker
         self.reports: list[tuple[float, worker_pb2.WorkerLoad, set[int]]] = []  # on their way
         self.seen: set[int] = set()  # own requests in the last report
@@ -56,11 +58,20 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         self.count += 1
         stack = self.ends[self.count] = ExitStack()
         deadline = self.now + lasts_s
-        stack.enter_context(
+        self.send_of[self.count] = stack.enter_context(
             self.load.reserve(num_tokens, num_tokens, is_sent=is_sent, deadline=deadline)
         )
         sent_at = self.now if is_sent else math.inf
         self.own[self.count] = Own(num_tokens, sent_at, deadline)
+
+    @precondition(lambda self: any(own.sent_at == math.inf for own in self.own.values()))
+    @rule(data=st.data())
+    def send(self, data):
+        """A request that was reserved first, for example while another replica lent a prefix."""
+        waiting = [number for number, own in self.own.items() if own.sent_at == math.inf]
+        number = data.draw(st.sampled_from(waiting))
+        self.send_of[number]()
+        self.own[number].sent_at = self.now
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data())

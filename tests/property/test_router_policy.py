@@ -1,5 +1,6 @@
 """Properties of routing policies that hold for any fleet."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.routing.candidate import Candidate, Prompt
-from router.routing.costs import PrefillPlaces, prefill_cost, wants_remote_prefill
+from router.routing.costs import PrefillPlaces, prefill_scores, wants_remote_prefill
 from router.routing.policies import POLICIES, make_policy
 from router.routing.policy import PolicySettings
 from tests.support.routing import cached_blocks
@@ -76,7 +77,9 @@ def test_choices_say_what_they_cost(name, fleet, prompt):
         for cost in choice.costs:
             parts = (cost.compute_s, cost.load_s, cost.queue_s, cost.decode_s)
             assert min(parts) >= 0
-            assert cost.seconds >= sum(parts) - 1e-9  # a replica that starts counts for more
+            assert math.isclose(cost.seconds * cost.weight, sum(parts), abs_tol=1e-9)
+            backlog_s = cost.queue_s + cost.decode_s
+            assert math.isclose(cost.backlog_s * cost.weight, backlog_s, abs_tol=1e-9)
             assert 1 <= cost.uncached_tokens <= prompt.num_tokens
 
 
@@ -97,7 +100,7 @@ def test_affinity_costs_no_more_than_the_tolerated_delay(fleet, prompt, delay_s)
 def test_more_in_the_cache_or_the_store_never_costs_more(candidate, prompt, num_blocks):
     def seconds(cached, stored):
         match = cached_blocks({candidate.replica_id: cached}, stored)
-        return prefill_cost(candidate, replace(prompt, match=match)).seconds
+        return prefill_scores([candidate], replace(prompt, match=match))[0].seconds
 
     assert seconds(num_blocks, 0) <= seconds(0, 0) + 1e-9
     assert seconds(0, num_blocks) <= seconds(0, 0) + 1e-9

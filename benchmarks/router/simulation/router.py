@@ -15,15 +15,14 @@ from benchmarks.router.simulation.virtual_time import VirtualTime
 from router.fleet.replica_load import ReplicaLoad
 from router.routing.cache_form import CacheForm
 from router.routing.cache_index import CacheIndex, CacheMatch
-from router.routing.candidate import Candidate, Prompt
-from router.routing.costs import compare_places, order_of, prefill_cost, wants_remote_prefill
+from router.routing.candidate import Candidate, Prompt, beginning_key
+from router.routing.costs import compare_places, prefill_scores, wants_remote_prefill
 from router.routing.event_reader import KvEventReader
 from router.routing.policy import RoutingPolicy
 
 __all__ = ["OracleRouter", "SimulatedRouter"]
 
 _HOP_S = 0.001
-_KEY_BLOCKS = 1  # of 512 tokens; real routers take the first blocks of 16
 _MEAN_OUTPUT_TOKENS = 350.0
 
 
@@ -76,7 +75,7 @@ class SimulatedRouter:
             num_tokens=request.num_tokens,
             block_size=BLOCK_TOKENS,
             match=self._match(request),
-            key=b"".join(request.keys[:_KEY_BLOCKS]),
+            key=beginning_key(request.keys, BLOCK_TOKENS) if request.keys else b"",
             num_output_tokens=_MEAN_OUTPUT_TOKENS,
         )
         choice = self._policy.pick_decode(self._candidates(self._decode), prompt)
@@ -100,8 +99,8 @@ class SimulatedRouter:
         self, prompt: Prompt, decode: SimulatedDecode, candidates: Sequence[Candidate]
     ) -> bool:
         (candidate,) = self._candidates({decode.worker_id: decode})
-        costs = [prefill_cost(candidate, prompt) for candidate in candidates]
-        places = compare_places(candidate, prompt, min(costs, key=order_of))
+        best = min(prefill_scores(candidates, prompt))
+        places = compare_places(candidate, prompt, best)
         cached = prompt.match.blocks(candidate.replica_id) * prompt.block_size
         uncached = max(prompt.num_tokens - cached, 1)
         return wants_remote_prefill(uncached, places, None)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing_extensions import override
 
 from router.routing.candidate import Prompt
-from router.routing.costs import Cost
+from router.routing.costs import Score
 from router.routing.policy import RoutingPolicy, TierName
 
 __all__ = ["ConsistentHashPolicy"]
@@ -23,18 +23,18 @@ _MAX_LOAD = 1.25
 
 
 class ConsistentHashPolicy(RoutingPolicy):
-    """Chooses the home of a request's session, or of the first blocks of its prompt. If the home
-    is overloaded, the next one in the key's own order is chosen.
+    """Chooses the home of a request's session, or of the first 1,024 tokens of its prompt. If the
+    home is overloaded, the next one in the key's own order is chosen.
     """
 
     name = "consistent-hash"
 
     @override
-    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        homes = sorted(costs, key=lambda cost: _draw(prompt.key, cost.replica_id), reverse=True)
-        max_load_s = _MAX_LOAD * fmean(cost.backlog_s for cost in costs)
+    def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:
+        homes = sorted(scores, key=lambda s: _draw(prompt.key, s.replica_id), reverse=True)
+        max_load_s = _MAX_LOAD * fmean(score.backlog_s for score in scores)
         # There is one: the least loaded replica has at most the mean load.
-        chosen = next(cost for cost in homes if cost.backlog_s <= max_load_s)
+        chosen = next(score for score in homes if score.backlog_s <= max_load_s)
         is_home = chosen is homes[0]
         return chosen, "home of its key" if is_home else "the home of its key is overloaded"
 

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from router.routing.candidate import Prompt
-from router.routing.costs import Cost
+from router.routing.costs import Score
 from router.routing.policy import RoutingPolicy, TierName
 
 __all__ = ["LeastLoadPolicy", "load_of"]
 
 
-def load_of(cost: Cost) -> tuple[float, int, float, str]:
+def load_of(score: Score) -> tuple[float, int, float, str]:
     """Returns what loads are sorted by, the least first: seconds, requests, blocks."""
-    return cost.backlog_s, cost.num_requests, cost.used_share, cost.replica_id
+    used_share, _, num_requests = score.fullness
+    return score.backlog_s, num_requests, used_share, score.replica_id
 
 
 class LeastLoadPolicy(RoutingPolicy):
@@ -22,5 +23,5 @@ class LeastLoadPolicy(RoutingPolicy):
     name = "least-load"
 
     @override
-    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        return min(costs, key=load_of), "least backlog"
+    def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:
+        return min(scores, key=load_of), "least backlog"

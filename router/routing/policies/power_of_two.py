@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from router.routing.candidate import Prompt
-from router.routing.costs import Cost
+from router.routing.costs import Score
 from router.routing.policies.least_load import load_of
 from router.routing.policy import PolicySettings, RoutingPolicy, TierName
 
@@ -27,6 +27,6 @@ class PowerOfTwoPolicy(RoutingPolicy):
         self._random = random.Random()
 
     @override
-    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        drawn = self._random.sample(costs, min(2, len(costs)))
+    def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:
+        drawn = self._random.sample(scores, min(2, len(scores)))
         return min(drawn, key=load_of), "less backlog than another one drawn"

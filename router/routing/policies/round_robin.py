@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing_extensions import override
 
 from router.routing.candidate import Prompt
-from router.routing.costs import Cost
+from router.routing.costs import Score
 from router.routing.policy import PolicySettings, RoutingPolicy, TierName
 
 __all__ = ["RoundRobinPolicy"]
@@ -24,9 +24,9 @@ class RoundRobinPolicy(RoutingPolicy):
         self._last: dict[TierName, str] = {}
 
     @override
-    def choose(self, tier: TierName, costs: Sequence[Cost], prompt: Prompt) -> tuple[Cost, str]:
-        in_turn = sorted(costs, key=attrgetter("replica_id"))
+    def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:
+        in_turn = sorted(scores, key=attrgetter("replica_id"))
         last = self._last.get(tier, "")
-        chosen = next((cost for cost in in_turn if cost.replica_id > last), in_turn[0])
+        chosen = next((score for score in in_turn if score.replica_id > last), in_turn[0])
         self._last[tier] = chosen.replica_id
         return chosen, "its turn"

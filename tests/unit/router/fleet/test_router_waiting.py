@@ -348,3 +348,26 @@ async def test_a_need_that_changes_is_asked_for_again_by_regroup():
     never.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await never
+
+
+async def test_a_policy_that_fails_ends_its_request_and_not_the_others():
+    """A routing policy may be of another package."""
+    waiting, seats = WaitingRequests(), Seats()
+    may_fail = False
+
+    def find() -> bool | None:
+        if may_fail:
+            raise ZeroDivisionError
+        return None
+
+    turn = Turn(True, 0, 1.0)
+    failing = asyncio.create_task(waiting.wait(find, turn, 30, lambda: "same"))
+    await settle()
+    other = asyncio.create_task(waiting.wait(seats.find, turn, 30, lambda: "same"))
+    await settle()
+    may_fail, seats.free = True, 1
+    waiting.offer()
+    await settle()
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    assert other.result() is True
+    assert len(waiting) == 0

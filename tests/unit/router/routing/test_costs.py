@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from router.routing import costs
 from router.routing.candidate import Candidate, Prompt, with_speeds
 from router.routing.costs import (
     PrefillPlaces,
     compare_places,
-    decode_cost,
-    prefill_cost,
+    decode_scores,
+    prefill_scores,
     wants_remote_prefill,
 )
 from tests.support.routing import cached_blocks
@@ -33,6 +34,16 @@ def candidate(**facts):
 def prompt(num_tokens=1000, cached=0, stored=0, kv=None, **facts):
     match = cached_blocks({"fast": cached}, stored, None if kv is None else {"fast": kv})
     return Prompt(num_tokens=num_tokens, block_size=10, match=match, **facts)
+
+
+def prefill_cost(replica, request):
+    (score,) = prefill_scores([replica], request)
+    return costs.prefill_cost(score, request)
+
+
+def decode_cost(replica, request):
+    (score,) = decode_scores([replica], request)
+    return costs.decode_cost(score, request)
 
 
 def test_a_prompt_costs_its_uncached_tokens_and_the_queue():
@@ -123,7 +134,8 @@ def test_without_any_speed_all_are_equal():
 
 def place(num_tokens, *, num_requests=0, prefill_queue_s=0.0, cached=0, **facts):
     decode = candidate(num_requests=num_requests, **facts)
-    remote = prefill_cost(candidate(replica_id="p", queue_s=prefill_queue_s), prompt(num_tokens))
+    prefill = candidate(replica_id="p", queue_s=prefill_queue_s, weight=0.5)
+    (remote,) = prefill_scores([prefill], prompt(num_tokens))
     return compare_places(decode, prompt(num_tokens, cached=cached), remote)
 
 
@@ -153,7 +165,7 @@ def test_very_short_remainders_stay_and_without_speeds_the_others_go():
     assert wants_remote_prefill(17, None, None)
     assert compare_places(FAST, prompt(), None) is None
     unknown = candidate(prompt_token_s=0.0)
-    assert compare_places(unknown, prompt(), prefill_cost(FAST, prompt())) is None
+    assert compare_places(unknown, prompt(), prefill_scores([FAST], prompt())[0]) is None
 
 
 @pytest.mark.parametrize(("num_tokens", "is_remote"), [(100, False), (101, True)])
@@ -169,7 +181,7 @@ def test_a_handoff_moves_only_the_kv_that_decode_lacks_though_it_lacks_states():
     alone = prompt(cached=10, kv=60, has_prefill_tier=False)
     assert decode_cost(FAST, alone).compute_s == pytest.approx(0.9)
     assert decode_cost(candidate(num_free_blocks=40), alone).lacks_room
-    remote = prefill_cost(FAST, hybrid)
+    (remote,) = prefill_scores([FAST], hybrid)
     moved_s = compare_places(FAST, prompt(cached=10), remote).remote_s
     assert moved_s - compare_places(FAST, hybrid, remote).remote_s == pytest.approx(0.05)
     whole = prompt(cached=10, kv=60, reuses_kv=False)

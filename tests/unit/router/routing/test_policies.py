@@ -8,7 +8,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags import plugins
-from router.routing.candidate import Candidate, Prompt
+from router.routing.candidate import Candidate, Prompt, beginning_key
 from router.routing.policies import POLICIES, make_policy
 from router.routing.policy import PolicySettings
 from tests.support.routing import cached_blocks
@@ -73,11 +73,20 @@ def test_prefix_stays_with_the_warmest_replica_up_to_the_tolerated_delay():
     assert strict.pick_prefill([half, candidate("warm", queue_s=0.3)], request).replica_id == "half"
 
 
-def test_affinity_waits_no_longer_than_computing_again_takes():
-    chooser, request = policy("prefix", max_affinity_delay_s=100.0), prompt({"warm": 80})
-    for queue_s, chosen in ((1.55, "warm"), (1.65, "cold")):  # 0.8 s to compute what is cached
+@pytest.mark.parametrize(("num_cold_blocks", "max_queue_s"), [(0, 4.0), (60, 1.0)])
+def test_affinity_waits_for_a_multiple_of_the_time_that_it_saves(num_cold_blocks, max_queue_s):
+    """Replicas that cache a part of the prompt save less by another's cache."""
+    chooser = policy("prefix", max_affinity_delay_s=100.0)
+    request = prompt({"warm": 80, "cold": num_cold_blocks})
+    for queue_s, chosen in ((max_queue_s - 0.05, "warm"), (max_queue_s + 0.05, "cold")):
         pair = [candidate("cold"), candidate("warm", queue_s=queue_s)]
         assert chooser.pick_prefill(pair, request).replica_id == chosen
+
+
+def test_a_slow_replica_with_a_warm_cache_attracts_nothing_that_it_does_not_save():
+    slow = candidate("slow", prompt_token_s=0.01)
+    chosen = policy("prefix").pick_prefill([candidate("fast"), slow], prompt({"slow": 60}))
+    assert chosen.replica_id == "fast"
 
 
 def test_a_short_common_beginning_makes_no_replica_warm():
@@ -197,6 +206,16 @@ def test_consistent_hash_bounds_the_load_of_a_home():
     assert homes(policy("consistent-hash"), "abcd", **fine) == before
 
 
+def test_prompts_with_equal_first_tokens_have_one_key():
+    """However long a system prompt of all prompts is, up to 1,024 tokens, it is no key."""
+    talk = [b"%d" % number for number in range(100)]
+    for block_size, num_blocks in ((16, 64), (512, 2), (2048, 1)):
+        key = beginning_key(talk, block_size)
+        assert key == beginning_key([*talk[:num_blocks], b"x"], block_size)
+        assert key != beginning_key([*talk[: num_blocks - 1], b"x", b"y"], block_size)
+    assert beginning_key(talk[:1], 16) == talk[0]
+
+
 # Names.
 
 
@@ -208,8 +227,8 @@ def test_other_packages_offer_policies(monkeypatch):
     class LastPolicy(POLICIES["least-load"]):
         name = "last"
 
-        def choose(self, tier, costs, prompt):
-            return costs[-1], "the last"
+        def choose(self, tier, scores, prompt):
+            return scores[-1], "the last"
 
     monkeypatch.setattr(EntryPoint, "load", lambda _: LastPolicy)
     monkeypatch.setattr(
