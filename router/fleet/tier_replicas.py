@@ -22,6 +22,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Capacity, Replica
+from router.fleet.replica_load import ReplicaLoads
 from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error
 
@@ -48,9 +49,10 @@ class PrefillReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        loads: ReplicaLoads | None = None,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index, on_space)
+        super().__init__(address, info, channel, security, index, loads, on_space)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -172,9 +174,10 @@ class DecodeReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        loads: ReplicaLoads | None = None,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index, on_space)
+        super().__init__(address, info, channel, security, index, loads, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

@@ -151,8 +151,9 @@ def decode_scores(candidates: Iterable[Candidate], prompt: Prompt) -> list[Score
     prompt, its computation is a part of it.
     """
     scores, make_score = [], Score._make  # in half the time of a call
-    num_tokens, block_size, cached_blocks = prompt.num_tokens, prompt.block_size, _reused(prompt)
+    num_tokens, block_size = prompt.num_tokens, prompt.block_size
     num_output_tokens, has_prefill_tier = prompt.num_output_tokens, prompt.has_prefill_tier
+    cached_blocks = _held(prompt) if has_prefill_tier else _reused(prompt)
     for candidate in candidates:
         id_, next_s, token_s, num_free_blocks, fullness = candidate.decode_facts
         cached_tokens = cached_blocks(id_) * block_size
@@ -184,6 +185,13 @@ def _local_work(candidate: Candidate, prompt: Prompt, cached_tokens: int) -> tup
 def _reused(prompt: Prompt) -> Callable[[str], int]:
     """Returns what returns how many blocks of a prompt a replica has cached."""
     return prompt.match.blocks if prompt.reuses_kv else _no_blocks
+
+
+def _held(prompt: Prompt) -> Callable[[str], int]:
+    """The same of the blocks that need not be loaded with a handoff. This brings states, too, so
+    that a decode replica uses KV that it could not go on from.
+    """
+    return prompt.match.kv_blocks if prompt.reuses_kv else _no_blocks
 
 
 def _no_blocks(replica_id: str) -> int:
@@ -287,7 +295,8 @@ def compare_places(
     uncached_tokens, load_s = _split(decode, prompt, cached_tokens)
     num_delayed = 1 + max(decode.num_requests, 1)
     local_s = decode.queue_s + load_s + uncached_tokens * decode.prompt_token_s * num_delayed
-    move_s = (prompt.num_tokens - cached_tokens) * decode.load_token_s + _HANDOFF_S
+    held_tokens = _held(prompt)(decode.replica_id) * prompt.block_size
+    move_s = max(prompt.num_tokens - held_tokens, 0) * decode.load_token_s + _HANDOFF_S
     return PrefillPlaces(local_s, prefill.seconds * prefill.candidate.weight + move_s)
 
 
