@@ -34,6 +34,7 @@ _MIN_PING_INTERVAL_MS = 500
 _MAX_IDLE_MS = 300_000
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _MAX_PENDING_CALLS = 16_384
+_MAX_PENDING_S = 3_600
 _FIRST_RECONNECT_BACKOFF_MS = 100
 _MAX_RECONNECT_BACKOFF_MS = 2_000
 
@@ -57,6 +58,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # beyond 3,000. Servers have limits of their own, whose refusals say when to try again.
     ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
+    # After 30 s gRPC would cancel those that still wait, before a burst of 10,000 has been taken.
+    # The clients' deadlines end them in time.
+    ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_S),
     # A port in use is an error, unless a server states that it shares its port.
     ("grpc.so_reuseport", 0),
 )

@@ -4,15 +4,13 @@
    port leaves the calls to the others; its service listens when it has started.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
-4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service
-   drains. A service whose callers have others to go to closes its port first, so that their
-   next calls go there. SIGINT ends the drain; more of the others do not, as a supervisor may
-   repeat the one that the whole group of processes got.
+4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service drains. A
+   service whose callers have others to go to closes its port first, so that their next calls go
+   there. SIGINT ends the drain; more of the others do not, as a supervisor may repeat them.
 5. Stop the server, close the service.
 
-A signal during step 2 stops the server and the process. A service that can serve
-no more calls `RpcServer.fail`; the process then ends with that error, so that its
-supervisor can start it again.
+A signal during step 2 stops the server and the process. A service that can serve no more calls
+`RpcServer.fail`; the process then ends with that error, so that its supervisor can start it again.
 """
 
 import asyncio

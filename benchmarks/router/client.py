@@ -1,8 +1,8 @@
-"""`python -m benchmarks.router.client grpc|http PORT STREAMS ROUNDS TOKENS PROBES`: loads.
+"""`python -m benchmarks.router.client grpc|http PORT STREAMS ROUNDS TOKENS PROBES [RATE]`: loads.
 
-Starts all streams at once, each of them ROUNDS times, and one request after the other of a single
-token beside them, whose first-token times are what a new user sees. Prints JSON: messages, seconds,
-first-token times.
+Starts all streams at once, or RATE per second, each of them ROUNDS times, and one request after the
+other of a single token beside them, whose first-token times are what a new user sees. Prints JSON:
+messages, seconds, first-token times, and the most streams that ran at the same time.
 """
 
 import asyncio
@@ -60,16 +60,17 @@ async def _http_messages(
         "Content-Type: application/json\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + body)
-    is_whole = False
+    is_whole, first = False, b""
     try:
         while piece := await reader.read(_READ_BYTES):
+            first = first or piece
             is_whole = is_whole or b"[DONE]" in piece
             if num_events := piece.count(b'data: {"'):
                 yield num_events
     finally:
         writer.close()
     if not is_whole:
-        raise RuntimeError("a stream ended early")
+        raise RuntimeError(f"a stream ended early; it began with {first[:500]!r}")
 
 
 class _Load:
@@ -81,6 +82,7 @@ class _Load:
         self._channels: list[grpc.aio.Channel] = []
         self._num_streams = 0
         self.num_messages = 0
+        self._num_running = self.max_running = 0
         self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
 
     def _messages(self, num_tokens: int) -> AsyncGenerator[int, None]:
@@ -105,28 +107,41 @@ class _Load:
         started_at, first_s = time.monotonic(), 0.0
         async with aclosing(self._messages(num_tokens)) as messages:
             async for number in messages:
-                first_s = first_s or time.monotonic() - started_at
+                if not first_s:
+                    first_s = time.monotonic() - started_at
+                    self._num_running += 1
+                    self.max_running = max(self.max_running, self._num_running)
                 self.num_messages += number
+        self._num_running -= 1
         return first_s
 
 
 async def _run(
-    kind: str, port: int, num_streams: int, num_rounds: int, num_tokens: int, num_probes: int
+    kind: str,
+    port: int,
+    num_streams: int,
+    num_rounds: int,
+    num_tokens: int,
+    num_probes: int,
+    starts_per_s: int = 0,
 ) -> None:
     load = _Load(kind, port)
     await load.stream(2)
     load.num_messages, started_at = 0, time.monotonic()
 
-    async def repeat() -> None:
+    async def repeat(number: int) -> None:
+        if starts_per_s:
+            await asyncio.sleep(number / starts_per_s)
         for _ in range(num_rounds):
             await load.stream(num_tokens)
 
-    streams = asyncio.gather(*(repeat() for _ in range(num_streams)))
+    streams = asyncio.gather(*(repeat(number) for number in range(num_streams)))
     first_s = [await load.stream(1) for _ in range(num_probes)]
     await streams
     report = {
         "num_messages": load.num_messages - num_probes,
         "seconds": time.monotonic() - started_at,
+        "max_running": load.max_running,
         "first_token_ms": [1000 * seconds for seconds in first_s],
     }
     print(json.dumps(report))
@@ -134,4 +149,4 @@ async def _run(
 
 if __name__ == "__main__":
     raise_descriptor_limit()
-    asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:7])))
+    asyncio.run(_run(sys.argv[1], *map(int, sys.argv[2:])))

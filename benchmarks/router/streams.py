@@ -24,6 +24,7 @@ __all__ = ["StreamRow", "measure_streams", "stream_table"]
 _NUM_PROBES = 20
 _SHARE_OF_CAPACITY = 0.8
 _MANY_STREAMS = 400
+_BUSY_MS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,10 @@ class _RouterLoad:
     step_ms: float
 
 
-_FLOODED = _RouterLoad("flooded", 800, 1, 150, 50.0)
+_FLOODED = _RouterLoad("flooded", 800, 1, 100, 50.0)
 _LOADS = (
-    _RouterLoad("steady", 64, 1, 200, 50.0),
-    _RouterLoad("crowded", 400, 1, 100, 50.0),
+    _RouterLoad("steady", 64, 1, 100, 50.0),
+    _RouterLoad("crowded", 400, 1, 80, 50.0),
     _FLOODED,
     _RouterLoad("requests", 32, 40, 1, 5.0),
 )
@@ -91,7 +92,7 @@ def measure_streams(*, is_smoke: bool, num_processes: int = 1) -> list[StreamRow
             if (row.server, row.load) == (f"router {kind}", _FLOODED.name)
         )
         step_ms = 1000 * _MANY_STREAMS / (_SHARE_OF_CAPACITY * capacity)
-        num_tokens = round(10_000 / step_ms)
+        num_tokens = round(_BUSY_MS / step_ms)
         busy = _RouterLoad("80% of capacity", _MANY_STREAMS, 1, num_tokens, step_ms)
         for load in (busy, replace(busy, name="unloaded", num_streams=1)):
             with _servers(load, num_processes, has_floors=False) as servers:
@@ -138,9 +139,8 @@ def _run_load(name: str, kind: str, server: ServerProcess, load: _RouterLoad) ->
     )
     cpu_s = cpu_seconds(server.pid) - before_s
     figures = json.loads(output)
-    sys.stderr.write(f"{name}: {load.name}\n")
     num_tokens = load.num_streams * load.num_rounds * load.num_tokens
-    return StreamRow(
+    row = StreamRow(
         server=name,
         load=load.name,
         tokens_per_s=num_tokens / figures["seconds"],
@@ -149,6 +149,11 @@ def _run_load(name: str, kind: str, server: ServerProcess, load: _RouterLoad) ->
         tokens_per_cpu_s=num_tokens / max(cpu_s, 1e-9),
         first_token_ms=statistics.median(figures["first_token_ms"]),
     )
+    sys.stderr.write(
+        f"{name}, {load.name}: {row.tokens_per_s:.0f} tokens/s, {row.tokens_per_cpu_s:.0f} per CPU "
+        f"second, {row.tokens_per_message:.1f} per message, first {row.first_token_ms:.1f} ms\n"
+    )
+    return row
 
 
 def stream_table(rows: Sequence[StreamRow]) -> Table:

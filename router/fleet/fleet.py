@@ -1,15 +1,17 @@
 """`Fleet`: both tiers, and the check that all their replicas agree."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
 from router.config.router import ServedModelConfig
-from router.fleet.replica import Capacity, Replica, ReplicaT, tier_name
+from router.fleet.capacity import Capacity
+from router.fleet.replica import Replica, ReplicaT
 from router.fleet.replica_load import ReplicaLoads
+from router.fleet.roles import tier_name
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
@@ -97,8 +99,10 @@ class Fleet:
         prefill = discovery(config.prefill, PrefillReplica)
         decode = discovery(config.decode, DecodeReplica)
         self._discoveries = prefill, decode
-        self.prefill = self._make_tier(prefill, decode, PrefillReplica)
-        self.decode = self._make_tier(decode, prefill, DecodeReplica)
+        self.prefill = self._make_tier(
+            prefill, decode, PrefillReplica, lambda address: self.decode.at(address)
+        )
+        self.decode = self._make_tier(decode, prefill, DecodeReplica, self.prefill.at)
         self._seen_capacities = self._capacities()
 
     def start(self) -> None:
@@ -274,11 +278,13 @@ class Fleet:
         discovery: Discovery,
         elsewhere: Discovery,
         replica: type[ReplicaT],
+        find_elsewhere: Callable[[str], Replica | None],
     ) -> Tier[ReplicaT]:
         return Tier(
             replica.tier,
             discovery,
             elsewhere,
+            find_elsewhere,
             partial(replica, index=self._index, loads=self._loads, on_space=self.waiting.offer),
             self._security,
             check=self._check,

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -18,17 +17,19 @@ from baton.common.errors import BatonError, InternalError, UnavailableError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
+from router.fleet.capacity import Capacity
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
 from router.fleet.replica_load import ReplicaLoads
+from router.fleet.roles import serves_in, tier_name
 from router.fleet.worker_calls import WorkerCalls
 from router.observe.request_record import Attempt, RequestRecord
 from router.routing.cache_index import CacheIndex
 from router.routing.candidate import Candidate
 from rpc.errors import from_rpc_error
 
-__all__ = ["Capacity", "Replica", "ReplicaT", "serves_in", "tier_name", "without_ejected"]
+__all__ = ["Replica", "ReplicaT", "without_ejected"]
 
 _LOGGER = logging.getLogger("baton.router")
 _POLL_INTERVAL_S = 0.2
@@ -39,39 +40,9 @@ _FAULTS = (InternalError.code, UnavailableError.code)
 ReplicaT = TypeVar("ReplicaT", bound="Replica")
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The largest request that a replica can ever run. Most replicas of a tier have the same.
-
-    Attributes:
-        max_tokens: the most tokens: on decode of a prompt and its completion, on prefill of a
-            prompt.
-        max_candidates: the most candidates.
-    """
-
-    max_tokens: int
-    max_candidates: int
-
-    def holds(self, num_tokens: int, num_candidates: int = 1) -> bool:
-        """Whether a request fits."""
-        return num_tokens <= self.max_tokens and num_candidates <= self.max_candidates
-
-
 def without_ejected(replicas: Sequence[ReplicaT]) -> Sequence[ReplicaT]:
     """Returns the replicas that are not ejected; all of them if all are."""
     return [replica for replica in replicas if not replica.is_ejected] or replicas
-
-
-def serves_in(
-    role: "worker_pb2.WorkerRole.ValueType", tier: "worker_pb2.WorkerRole.ValueType"
-) -> bool:
-    """Returns whether a worker with a role takes requests of a tier."""
-    return role in (tier, worker_pb2.WORKER_ROLE_BOTH)
-
-
-def tier_name(tier: "worker_pb2.WorkerRole.ValueType") -> str:
-    """Returns prefill or decode."""
-    return worker_pb2.WorkerRole.Name(tier).removeprefix("WORKER_ROLE_").lower()
 
 
 class Replica:
@@ -112,8 +83,7 @@ class Replica:
         self.info = info
         self.capacity = self._capacity()
         self.lost = asyncio.Event()
-        self._dropped: asyncio.Future[BatonError]
-        self._dropped = asyncio.get_running_loop().create_future()
+        self._dropped: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self.worker = WorkerCalls(channel, security)
         self._security = security
         self._load = (loads or ReplicaLoads()).join(info, address)
@@ -122,6 +92,8 @@ class Replica:
         self._on_space = on_space
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
+        self._noted_role = info.role
+        self._role_changed = asyncio.Event()
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
         self._breaker = ReplicaBreaker(f"{self.tier_name} replica {address}", clock)
@@ -288,11 +260,19 @@ class Replica:
             limit_s = self._silence.limit_s
             self.drop(ReplicaLostError(f"it has sent no report for {limit_s:.1f} s"))
 
+    async def wait_for_role_change(self) -> None:
+        """Waits until the worker has another role, or is lost."""
+        await self._role_changed.wait()
+
     def drop(self, reason: BatonError) -> None:
         """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
         if not self._dropped.done():
             self._dropped.set_result(reason)
+        self._set_lost()
+
+    def _set_lost(self) -> None:
         self.lost.set()
+        self._role_changed.set()
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Follows the worker until it is lost.
@@ -315,7 +295,7 @@ class Replica:
         except grpc.aio.AioRpcError as error:
             raise ReplicaLostError(from_rpc_error(error).message) from error
         finally:
-            self.lost.set()
+            self._set_lost()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -335,6 +315,10 @@ class Replica:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected, and that its KV stores are others.
         """
+        if self.role != self._noted_role:
+            self._noted_role = self.role
+            self._role_changed.set()  # which wakes all that wait
+            self._role_changed = asyncio.Event()
         refuses, stores = self._load.refuses_grammars, tuple(self.load.kv_store_ids)
         now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
         if now != self._shown:

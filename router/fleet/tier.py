@@ -8,8 +8,9 @@ used at the first one; the task of the other waits until the worker is lost ther
 An address may be a replica set, which has no WorkerService. Its workers are then followed like
 addresses that discovery lists. A set that cannot be reached keeps the workers that it had.
 
-Workers change their role, so each tier follows the addresses of the other one, too. A worker
-of the other tier is asked for its role again every second.
+Workers change their role, so each tier follows the addresses of the other one, too. A worker that
+serves in the other tier is asked again when that tier hears of another role, or has lost it; one
+that serves in neither, every second.
 """
 
 import asyncio
@@ -25,8 +26,10 @@ import grpc
 from baton.common.errors import BatonError, FailedPreconditionError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from router.fleet.replica import Capacity, Replica, ReplicaT, serves_in, tier_name
+from router.fleet.capacity import Capacity
+from router.fleet.replica import Replica, ReplicaT
 from router.fleet.replica_set import watch_replicas
+from router.fleet.roles import serves_in, tier_name
 from rpc.discovery.discovery import Discovery
 from rpc.errors import from_rpc_error
 from rpc.server_access import open_cluster_channel
@@ -54,6 +57,7 @@ class Tier(Generic[ReplicaT]):
         role: the role that its replicas have, or both roles.
         discovery: the addresses at which replicas may be.
         elsewhere: addresses of the other tier; what happens there is not reported.
+        find_elsewhere: returns the other tier's connected replica at an address; None without one.
         make_replica: makes a replica from its address, its description, its channel and
             `security`.
         security: what this router shows to replicas, and asks of them.
@@ -72,6 +76,7 @@ class Tier(Generic[ReplicaT]):
         role: "worker_pb2.WorkerRole.ValueType",
         discovery: Discovery,
         elsewhere: Discovery,
+        find_elsewhere: Callable[[str], Replica | None],
         make_replica: MakeReplica[ReplicaT],
         security: ClusterSecurity,
         *,
@@ -83,6 +88,7 @@ class Tier(Generic[ReplicaT]):
         self.name = tier_name(role)
         self._discovery = discovery
         self._elsewhere = elsewhere
+        self._find_elsewhere = find_elsewhere
         self._make_replica = make_replica
         self._security = security
         self._check = check
@@ -102,6 +108,10 @@ class Tier(Generic[ReplicaT]):
     def connected(self) -> Sequence[ReplicaT]:
         """All connected replicas, whether or not they take requests."""
         return list(self._connected.values())
+
+    def at(self, address: str) -> ReplicaT | None:
+        """Returns the connected replica at an address; None without one."""
+        return self._connected.get(address)
 
     @property
     def candidates(self) -> Sequence[ReplicaT]:
@@ -216,7 +226,7 @@ class Tier(Generic[ReplicaT]):
                 return info
             self._problems.pop(follower.address, None)
             follower.log_other_tier()
-            await asyncio.sleep(_ROLE_INTERVAL_S)
+            await self._wait_for_role(follower.address, info.role)
             if follower.address not in self._addresses:
                 return None
         with follower.connection():
@@ -225,6 +235,14 @@ class Tier(Generic[ReplicaT]):
                 follower.log_replicas(len(addresses))
                 self._set_replicas(follower.address, frozenset(addresses))
         return None
+
+    async def _wait_for_role(self, address: str, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        """Waits until the worker may have another role than this one, of the other tier."""
+        replica = self._find_elsewhere(address)
+        if replica is None or replica.lost.is_set() or replica.role != role:
+            await asyncio.sleep(_ROLE_INTERVAL_S)
+        else:
+            await replica.wait_for_role_change()
 
     async def _get_info(self, channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse | None:
         """Returns the description of the worker; None if the address is that of a replica set."""

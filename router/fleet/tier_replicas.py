@@ -20,8 +20,9 @@ from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from router.fleet.capacity import Capacity
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
-from router.fleet.replica import Capacity, Replica
+from router.fleet.replica import Replica
 from router.fleet.replica_load import ReplicaLoads
 from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error

@@ -23,9 +23,9 @@ from baton.common.request.answer import CandidateOutput
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.spec_wire import spec_to_proto
 from baton.v1 import decode_pb2
+from router.fleet.capacity import Capacity
 from router.fleet.decode_connection import DecodeStream, ReplicaLostError, RequestMovedError
 from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
-from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from router.fleet.capacity import Capacity
 from router.fleet.fleet import Fleet
-from router.fleet.replica import Capacity, Replica, ReplicaT, without_ejected
+from router.fleet.replica import Replica, ReplicaT, without_ejected
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.requests.request import RoutedRequest
 from router.routing.cache_index import CacheIndex

@@ -25,9 +25,9 @@ from baton.common.errors import (
 )
 from baton.common.request.answer import CandidateOutput
 from baton.v1 import prefill_pb2
+from router.fleet.capacity import Capacity
 from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.output_wire import output_from_proto
-from router.fleet.replica import Capacity
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt

@@ -19,11 +19,12 @@ def run(tmp_path, *flags):
     return results
 
 
-def test_killed_and_frozen_workers_lose_no_request(tmp_path):
-    flags = ("--target=prefill", "--target=decode", "--kv-connector=grpc://")
-    flags += ("--event-interval-s=2.5",)
+def test_killed_and_frozen_workers_and_router_processes_lose_no_request(tmp_path):
+    flags = ("--routers=2", "--router-processes=2", "--kv-connector=grpc://", "--seed=8")
+    flags += ("--target=prefill", "--target=decode", "--target=router", "--event-interval-s=1.9")
     results = run(tmp_path, *flags)
-    assert len(results["events"]) == 3
+    targets = {target for _, _, target in results["events"]}
+    assert {target.partition("-")[0] for target in targets} == {"decode", "prefill", "router"}
 
 
 def test_restarted_workers_lose_no_request_and_their_kv_is_not_computed_again(tmp_path):

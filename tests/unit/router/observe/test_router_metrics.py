@@ -94,6 +94,7 @@ def test_a_replica_may_be_lost_while_a_scrape_counts_the_replicas():
         worker_pb2.WORKER_ROLE_DECODE,
         Discovery(()),
         Discovery(()),
+        lambda _: None,
         lambda *_: None,
         ClusterSecurity(),
         check=lambda _: None,
