@@ -188,8 +188,8 @@ def _reused(prompt: Prompt) -> Callable[[str], int]:
 
 
 def _held(prompt: Prompt) -> Callable[[str], int]:
-    """Returns what returns how many blocks of a prompt a decode replica need not load with a
-    handoff. This brings states, too, so that the replica uses KV that it could not go on from.
+    """The same of the blocks that need not be loaded with a handoff. This brings states, too, so
+    that a decode replica uses KV that it could not go on from.
     """
     return prompt.match.kv_blocks if prompt.reuses_kv else _no_blocks
 

@@ -84,8 +84,9 @@ class Placement:
             refused: ids of replicas that must not be chosen.
         """
         prompt = self._prompt(request)  # one look-up for all replicas
-        match, num_blocks = prompt.match, request.num_prompt_blocks
-        cached_blocks = match.kv_blocks if self._fleet.prefill.candidates else match.blocks
+        has_handoff = bool(self._fleet.prefill.candidates)
+        cached_blocks = prompt.match.kv_blocks if has_handoff else prompt.match.blocks
+        num_blocks = request.num_prompt_blocks
         replicas = [
             replica
             for replica in self._decode_replicas(request, refused)
