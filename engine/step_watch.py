@@ -74,6 +74,17 @@ class StepWatch:
         step = self._step
         return 0.0 if step is None else self._elapsed_s(step)
 
+    def num_computed(self, token_s: float) -> int:
+        """About how many tokens the step under way has computed until now.
+
+        Args:
+            token_s: seconds in which a step computes a token.
+        """
+        step = self._step
+        if step is None or token_s <= 0:
+            return 0
+        return min(int(max(self._elapsed_s(step), 0.0) / token_s), step[2])
+
     def limit_s(self) -> float:
         """The longest that the step under way may take; see `is_stalled`."""
         step = self._step

@@ -75,7 +75,14 @@ from typing_extensions import override
 from kvstore.connector_scheduler import KvConnectorScheduler, SavedSlices
 from kvstore.guard.metrics import KvMetrics
 from kvstore.guard.status import BackendStatus
-from kvstore.jobs import ConnectorWork, LoadResult, LookupResult, SaveResult, TransferResults
+from kvstore.jobs import (
+    MISSING,
+    ConnectorWork,
+    LoadResult,
+    LookupResult,
+    SaveResult,
+    TransferResults,
+)
 from kvstore.layout import KvLayout
 from kvstore.transfer_form import WHOLE, PoolShare, TransferForm
 
@@ -252,7 +259,7 @@ class _NullWorker(KvConnectorWorker):
     def start(self, work: ConnectorWork) -> None:
         before = self._results
         lookups = (LookupResult(job.job_id, 0) for job in work.lookups)
-        loads = (LoadResult(job.job_id, 0, "missing") for job in work.loads)
+        loads = (LoadResult(job.job_id, 0, MISSING) for job in work.loads)
         saves = (SaveResult(job.job_id, committed=False) for job in work.saves)
         self._results = TransferResults(
             (*before.lookups, *lookups), (*before.loads, *loads), (*before.saves, *saves)

@@ -12,6 +12,7 @@ from typing import Self
 from kvstore.handoff import KvHandoff
 
 __all__ = [
+    "MISSING",
     "ConnectorWork",
     "LoadJob",
     "LoadResult",
@@ -21,6 +22,9 @@ __all__ = [
     "SaveResult",
     "TransferResults",
 ]
+
+MISSING = "missing"
+"""The error of a load whose next block is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,12 @@ class LookupResult:
     Attributes:
         job_id: the look-up's.
         num_blocks: leading keys whose blocks can be loaded now.
+        error: why further ones may be there all the same; empty if a block is missing.
     """
 
     job_id: int
     num_blocks: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class LoadResult:
         job_id: the load's.
         num_blocks: leading blocks that hold verified bytes. The other blocks of the job must not
             be read: they may hold anything.
-        error: why fewer blocks than asked arrived: "missing", "corrupt", "unavailable",
+        error: why fewer blocks than asked arrived: `MISSING`, "corrupt", "unavailable",
             "cancelled" or "failed"; empty if all arrived.
         seconds: how long the bytes took to arrive; 0 if it was not measured. The engine sees the
             result only at its next poll, so its own clock would say more. Results that differ in

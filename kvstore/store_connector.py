@@ -159,7 +159,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
     def poll(self) -> TransferResults:
         if self._lookups.is_hanging:
             for job_id in list(self._open_lookups):
-                self._answer(job_id, 0)
+                self._answer(job_id, None)
         self._touch_next()
         loads, saves = self._mover.poll()
         lookups = [self._answers.popleft() for _ in range(len(self._answers))]
@@ -189,7 +189,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         """
         is_not_asked = self._watch is not None and not self._guarded.answers
         if self._lookups.is_hanging or is_not_asked:
-            self._answer(job_id, 0)  # here, as the thread may hang no more when `poll` is called
+            self._answer(job_id, None)  # here, as the thread may hang no more when `poll` is called
             self._wake()
         else:
             self._lookups.submit(self._look_up, job_id, time.monotonic())
@@ -243,18 +243,20 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         job = self._open_lookups.get(job_id)
         if job is None:
             return
-        num_blocks = 0
+        num_blocks = None
         if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
             keys = self._slicing.object_keys(job.keys)
-            num_objects = self._try("look-up", lambda: self.num_held(keys)) or 0
-            num_blocks = num_objects // self._slicing.objects_per_block
+            num_objects = self._try("look-up", lambda: self.num_held(keys))
+            if num_objects is not None:
+                num_blocks = num_objects // self._slicing.objects_per_block
         self._answer(job_id, num_blocks)
         self._wake()
 
-    def _answer(self, job_id: int, num_blocks: int) -> None:
-        """Answers a look-up once, unless it was cancelled. Any thread."""
+    def _answer(self, job_id: int, num_blocks: int | None) -> None:
+        """Answers a look-up once, unless it was cancelled; None: the store has not. Any thread."""
         if self._open_lookups.pop(job_id, None) is not None:
-            self._answers.append(LookupResult(job_id, num_blocks))
+            error = "unavailable" if num_blocks is None else ""
+            self._answers.append(LookupResult(job_id, num_blocks or 0, error))
 
     def _touch(self, block_keys: Sequence[bytes]) -> None:
         """Touches the objects of a handoff, as far as there is no gap. Of models with sliding

@@ -143,7 +143,7 @@ async def _connected_replica(
     if asks_replica:
         answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
         with suppress(grpc.aio.AioRpcError):
-            answer = await replica.get_load(_LOAD_TIMEOUT_S)
+            answer = await replica.worker.get_load(_LOAD_TIMEOUT_S)
         status.load.CopyFrom(answer.load)
         if answer.HasField("counters"):
             status.counters.CopyFrom(answer.counters)

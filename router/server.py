@@ -44,6 +44,7 @@ from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, run_process, serve
 from rpc.server_access import ConnectionAge, ServerAccess
 from rpc.tracing import open_tracer
+from rpc.watchdog import end_on_signal
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -341,6 +342,8 @@ async def run(config: RouterConfig) -> None:
     """
     metrics, place = RouterMetrics(), ProcessPlace.from_environment()
     link = None if place is None else ProcessLink(place)
+    if link is not None:
+        end_on_signal()  # which the parent sends if this process hangs
     accounts = None if link is None else link.accounts
     security = RouterSecurity(config.security, metrics.count_refusal, accounts)
 

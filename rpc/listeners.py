@@ -3,12 +3,14 @@
 import errno
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from baton.common.addresses import join_host_port
 from baton.common.errors import ConfigurationError
 
 __all__ = ["open_listeners", "reserve_port", "write_port_file"]
@@ -43,17 +45,23 @@ def open_listeners(
 
 def reserve_port(host: str, port: int) -> list[socket.socket]:
     """Returns sockets that keep a host's port for servers that share it, until they are closed.
-    They take no connections.
+    They take no connections. The first one has the port.
 
     Args:
         host: an address or a name, as for `open_listeners`.
         port: the port; 0 is any one that is free at all of the addresses.
 
     Raises:
-        OSError: as for `open_listeners`. A server that shares the port is in its way, too.
+        OSError: as for `open_listeners`. A server that shares the port is in its way, too, and so
+            is one that has reserved it.
         UnicodeError: the host is no name.
     """
-    return _open_at(host, port, _reserve)
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(one) for one in _open_at(host, port, _reserve)]
+        if sys.platform == "linux":
+            sockets += [opened.enter_context(_name_reserved(one.getsockname())) for one in sockets]
+        opened.pop_all()
+    return sockets
 
 
 def _listen(backlog: int, shares_port: bool, listener: socket.socket, address: Any) -> None:
@@ -67,6 +75,23 @@ def _reserve(listener: socket.socket, address: Any) -> None:
     """Binds a socket alone, so that a port in use is an error, and only then shares the port."""
     listener.bind(address)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _name_reserved(address: tuple[Any, ...]) -> socket.socket:
+    """Returns a socket that has the only name for a reserved address in this network namespace.
+
+    Two sockets that nobody listens at can be bound to one address, as they must not mind the
+    connections of an earlier server (SO_REUSEADDR). Servers that start at the same time would
+    share the port.
+
+    Raises:
+        OSError: another process has reserved the address.
+    """
+    with ExitStack() as unnamed:
+        named = unnamed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        named.bind(f"\0baton-reserved-port-{join_host_port(address[0], address[1])}".encode())
+        unnamed.pop_all()
+    return named
 
 
 _Bind = Callable[[socket.socket, Any], None]

@@ -24,10 +24,12 @@ __all__ = [
     "wait_until_listening",
     "wait_until_ready",
     "wait_until_serving",
+    "wait_until_silent",
 ]
 
 _POLL_INTERVAL_S = 0.1
 _CHECK_TIMEOUT_S = 5.0
+_TICKS_OF_SILENCE = 10
 _PLAIN = ClientTls()
 
 
@@ -166,3 +168,40 @@ async def wait_until_serving(
         if time.monotonic() > deadline:
             raise DeadlineExceededError(f"{address} is not serving after {timeout_s:g} s: {status}")
         await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+async def wait_until_silent(address: str, silence_s: float) -> None:
+    """Asks a server again and again; returns when it has not answered for long, as its event loop
+    or its whole process stands still.
+
+    An answer may be as late as that: a busy server is not silent. Time in which this process does
+    not run either, as on a machine that sleeps, counts as a tenth of the silence at most.
+
+    Args:
+        address: `host:port`, or any other gRPC target.
+        silence_s: time without an answer.
+    """
+    tick_s, num_silent = silence_s / _TICKS_OF_SILENCE, 0
+    answer: asyncio.Task[bool] | None = None
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            while num_silent < _TICKS_OF_SILENCE:
+                answer = answer or asyncio.create_task(_has_answered(stub, silence_s))
+                await asyncio.sleep(tick_s)
+                num_silent += 1
+                if answer.done():
+                    num_silent = 0 if answer.result() else num_silent
+                    answer = None
+        finally:
+            if answer is not None:
+                answer.cancel()
+                await asyncio.wait({answer})
+
+
+async def _has_answered(stub: "health_pb2_grpc.HealthStub", timeout_s: float) -> bool:
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return True

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-__all__ = ["ending_when_stuck"]
+__all__ = ["end_on_signal", "ending_when_stuck"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _LIMIT_S = 60.0
@@ -30,7 +30,7 @@ async def ending_when_stuck(limit_s: float = _LIMIT_S) -> AsyncIterator[None]:
     Args:
         limit_s: time in which this process ran, but not its event loop.
     """
-    _end_on_signal()
+    end_on_signal()
     beating = asyncio.create_task(_beat(limit_s))
     try:
         yield
@@ -41,7 +41,7 @@ async def ending_when_stuck(limit_s: float = _LIMIT_S) -> AsyncIterator[None]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def _end_on_signal() -> None:
+def end_on_signal() -> None:
     """Makes SIGUSR2 log all stacks and end the process.
 
     The handlers are not Python's: they also run while a thread holds the global lock. The signal's

@@ -183,10 +183,10 @@ def render(
         rates = _Rates(before, now)
         lines += _totals(rates)
         errors = list(_errors(now.cluster.activity.errors, max(width, _MIN_WIDTH)))
-        stores = list(_stores(now.cluster, max(width, _MIN_WIDTH)))
-        left = None if height is None else height - len(lines) - len(errors) - len(stores)
+        warnings = list(_warnings(now.cluster, max(width, _MIN_WIDTH)))
+        left = None if height is None else height - len(lines) - len(errors) - len(warnings)
         lines += _table(rates, max(width, _MIN_WIDTH), left)
-        lines += stores
+        lines += warnings
         lines += errors
     return [Line(line.text[:width].rstrip(), line.style) for line in lines[:height]]
 
@@ -291,11 +291,11 @@ def _row(replica: _Replica, rates: _Rates, columns: Sequence[_Column], address_c
     return Line(start + "".join(cells))
 
 
-# KV stores.
+# Warnings.
 
 
-def _stores(cluster: cluster_pb2.GetClusterResponse, width: int) -> Iterator[Line]:
-    """Says what keeps KV from being handed over."""
+def _warnings(cluster: cluster_pb2.GetClusterResponse, width: int) -> Iterator[Line]:
+    """Says what keeps KV from being handed over, and which processes of the router are silent."""
     problems = [
         f"{end_of(replica.address, 40)}: {backend.name} {backend.problem}"
         for replica in cluster.replicas
@@ -305,7 +305,7 @@ def _stores(cluster: cluster_pb2.GetClusterResponse, width: int) -> Iterator[Lin
     problems = [*cluster.warnings, *problems]
     if problems:
         yield Line("")
-        yield Line("KV stores", Style.HEAD)
+        yield Line("warnings", Style.HEAD)
     for problem in problems[:_MAX_ERRORS]:
         for text in wrap(_head(problem, 400), width):
             yield Line(text, Style.BAD)

@@ -1,7 +1,7 @@
 """`baton router --processes`: a router of several processes at the same ports.
 
     parent     reserves the ports; starts the processes, and starts them again when they die;
-               adds up their metrics. No request passes through it.
+               or hang; adds up their metrics. No request passes through it.
     process    `python -m router` with the router's flags and a `ProcessPlace`; a whole router
 
 The kernel gives each connection to one of the processes that listen (SO_REUSEPORT). A signal to
@@ -29,10 +29,10 @@ from baton.up.process_metrics import ProcessesCollector
 from router.config.router import RouterConfig, flags_of_router
 from router.processes.place import ProcessPlace
 from router.processes.process_server import MetricsServicer, ProcessServer
-from router.processes.shared_counts import create_shared_counts
+from router.processes.shared_counts import create_shared_counts, shared_counts_bytes
 from rpc.listeners import reserve_port, write_port_file
 from rpc.metrics_server import MetricsAccess, serving_metrics
-from rpc.probe import wait_until_serving
+from rpc.probe import wait_until_serving, wait_until_silent
 from rpc.server_config import ServerConfig
 from rpc.stop_signals import StopSignals
 from worker.processes.output import log_writer
@@ -46,6 +46,12 @@ _LOGGER = logging.getLogger("baton.router")
 _START_TIMEOUT_S = 900.0
 _STOP_GRACE_S = 10.0
 """Time to end for a process that has drained."""
+_SILENCE_S = 15.0
+"""A process whose event loop answers nothing for so long hangs. It keeps its connections, and the
+kernel gives it new ones.
+"""
+_DUMP_TIMEOUT_S = 2.0
+"""Time to log its stacks for a process that hangs; one that is stopped by a signal cannot."""
 
 
 async def run_router_processes(
@@ -64,9 +70,10 @@ async def run_router_processes(
     needs = SUPERVISOR_NEEDS + num_processes * ROUTER_NEEDS
     check_needs(f"baton router --processes {num_processes}", needs)
     with StopSignals() as signals, ExitStack() as stack:
-        folder = stack.enter_context(run_folder())
+        folder = stack.enter_context(run_folder(2 * shared_counts_bytes(num_processes)))
         create_shared_counts(folder, num_processes)
-        config_of_process = _reserve_ports(config, stack)
+        ports = stack.enter_context(ExitStack())
+        config_of_process = _reserve_ports(config, ports)
         specs = process_specs(config_of_process, num_processes, folder, models_file)
         router = RouterProcesses(specs, config.grpc)
         async with _serving_metrics(config, [place.target for place in specs], folder):
@@ -75,6 +82,7 @@ async def run_router_processes(
                     _write_port_files(config, config_of_process)
                     await signals.requested.wait()
             finally:
+                ports.close()  # another router may take them while this one drains
                 await router.stop(signals.forced)
 
 
@@ -124,7 +132,12 @@ class RouterProcesses:
             UnavailableError: the machine could not start one.
         """
         starts = [
-            asyncio.ensure_future(process.start_until(partial(_wait_until_listening, place)))
+            asyncio.ensure_future(
+                process.start_until(
+                    partial(_wait_until_listening, place),
+                    partial(_wait_until_stuck, place, process),
+                )
+            )
             for place, process in self._processes.items()
         ]
         try:
@@ -149,14 +162,27 @@ class RouterProcesses:
     async def _interrupt_when(self, forced: asyncio.Event) -> None:
         await forced.wait()
         for process in self._processes.values():
-            if process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGINT)
+            _send(process, signal.SIGINT)
 
 
 async def _wait_until_listening(place: ProcessPlace) -> None:
     """Waits until a process listens at all of its ports, which is when its own socket answers."""
     await wait_until_serving(place.target, _START_TIMEOUT_S)
+
+
+async def _wait_until_stuck(place: ProcessPlace, process: SupervisedProcess) -> None:
+    """Waits until a process hangs, and lets it log the stacks of its threads, which ends it."""
+    await wait_until_silent(place.target, _SILENCE_S)
+    _LOGGER.error("%s has not answered for %g s; ending it", process.spec.name, _SILENCE_S)
+    _send(process, signal.SIGUSR2)
+    await asyncio.sleep(_DUMP_TIMEOUT_S)
+
+
+def _send(process: SupervisedProcess, number: signal.Signals) -> None:
+    """Sends a signal to a process, if it runs."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 async def _unless_requested(signals: StopSignals, start: Coroutine[Any, Any, None]) -> bool:

@@ -17,7 +17,7 @@ from engine.kv_transfer.prefetches import Prefetches
 from kvstore.connector import KvConnectorScheduler
 from kvstore.guard.metrics import TransferMetrics
 from kvstore.handoff import KvHandoff
-from kvstore.jobs import LoadResult
+from kvstore.jobs import MISSING, LoadResult
 
 __all__ = ["FinishedLoad", "Loads"]
 
@@ -197,10 +197,10 @@ class Loads:
         self._drop_handoff(group)
         if result.num_blocks == len(job.indices):
             return FinishedLoad(group, job.num_tokens, "")
-        num_good = job.indices[result.num_blocks] * self._cut.size
-        if not result.error:
-            self._note_missing(group, job.indices[result.num_blocks])
-        return self._failed(group, num_good, result.error or "missing")
+        first_bad, error = job.indices[result.num_blocks], result.error or MISSING
+        if error == MISSING:
+            self._note_missing(group, first_bad)
+        return self._failed(group, first_bad * self._cut.size, error)
 
     def finish_lookup(self, job: Lookup) -> None:
         """Processes the answer to a look-up."""
@@ -289,9 +289,12 @@ class Loads:
         return job
 
     def _note_missing(self, group: SequenceGroup, index: int) -> None:
-        """Records that the stores lack a transfer block of a sequence."""
-        if self._connector.finds_by_key:
-            self._events.record_missing(group.lead.keys.extend(group.lead.token_ids)[index])
+        """Records that the stores lack a full transfer block of a sequence. The partial block of a
+        handoff is looked for by its request alone.
+        """
+        keys = group.lead.keys.extend(group.lead.token_ids)
+        if self._connector.finds_by_key and index < len(keys):
+            self._events.record_missing(keys[index])
 
     def _limit_wait(self, job: BaseLoad) -> None:
         """Starts the time that a request waits for a load at most."""

@@ -115,7 +115,7 @@ class Transfers:
         results = self._connector.update(results)
         for lookup in results.lookups:
             job = self.jobs.open.pop(lookup.job_id, None)
-            if isinstance(job, Lookup):  # else it was cancelled
+            if isinstance(job, Lookup) and not lookup.error:  # None: it was cancelled
                 self.loads.finish_lookup(job)
         ended = [self._finish_load(result, now) for result in results.loads]
         ended += [self._doubt_load(job_id) for job_id in results.doubted]

@@ -232,10 +232,13 @@ class AsyncEngine:
     async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
         """Lends the longest cached prefix of a prompt to another engine.
 
-        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease.
+        See `EngineQuestions.lend_prefix`; `release_handoff` ends the lease. An engine that drains
+        lends nothing more, as it waits for the ends of all leases.
         """
         if self._has_stopped:
             raise _stopped()
+        if self._draining:
+            return None
         return await self._questions.lend_prefix(keys)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
@@ -244,13 +247,8 @@ class AsyncEngine:
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine was at a recent step."""
-        return replace(
-            self._thread.load,
-            draining=self._draining,
-            stalled=self._is_stalled,
-            role=self.role,
-            age_s=self._thread.load_age_s(),
-        )
+        load = self._thread.load_now()
+        return replace(load, draining=self._draining, stalled=self._is_stalled, role=self.role)
 
     @property
     def kv_backends(self) -> Sequence[BackendStatus]:
@@ -267,18 +265,12 @@ class AsyncEngine:
             How many requests had not ended at the timeout.
         """
         self._draining = True
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, UnavailableError):  # it has stopped
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-                await self._wait_for_saves()
+                if not self._has_stopped:
+                    await self._questions.wait_for_saves()
         return len(self._handlers)
-
-    async def _wait_for_saves(self) -> None:
-        """Waits until no KV is being saved or lent, or the engine has stopped."""
-        if self._has_stopped:
-            return
-        with contextlib.suppress(UnavailableError):
-            await self._questions.wait_until(_has_no_saves)
 
     async def wait_failed(self) -> BaseException:
         """Waits until the engine dies of a bug; returns the cause. The process should end then.
@@ -398,11 +390,6 @@ class AsyncEngine:
             ]
         )
         self._questions.end(error)
-
-
-def _has_no_saves(scheduler: Scheduler) -> bool:
-    """Returns whether no KV is being saved, or lent to other engines that may still read it."""
-    return not (scheduler.has_open_saves or scheduler.lends_blocks)
 
 
 def _stopped() -> UnavailableError:

@@ -164,7 +164,9 @@ class EngineCore:
         if request.spec.params.structured_outputs is not None:
             self._grammars.check()
 
-    def run_step(self, on_outputs: OnOutputs) -> None:
+    def run_step(
+        self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None] = lambda num_tokens: None
+    ) -> None:
         """Runs one engine step, delivers its outputs, then starts its KV saves.
 
         If transfers or grammars have brought outputs, the step delivers these and computes
@@ -175,6 +177,7 @@ class EngineCore:
         Args:
             on_outputs: called with outputs, at most one per candidate of a request in one call.
                 It may add and end requests.
+            on_scheduled: called before a step computes, with the number of its tokens.
 
         Raises:
             Exception: what the runner raised, if several steps in a row have failed; the engine
@@ -184,7 +187,7 @@ class EngineCore:
         """
         self.step_watch.begin()
         try:
-            self._run_step(on_outputs)
+            self._run_step(on_outputs, on_scheduled)
         except Exception:
             raise
         except BaseException:
@@ -193,7 +196,7 @@ class EngineCore:
         finally:
             self.step_watch.end()
 
-    def _run_step(self, on_outputs: OnOutputs) -> None:
+    def _run_step(self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]) -> None:
         if self._end_error is not None:
             raise self._end_error
         self._timer.start()
@@ -201,7 +204,7 @@ class EngineCore:
         self._timer.end_phase("transfers")
         self.is_stalled = False
         if not outputs:
-            outputs = self._compute_step(on_outputs)
+            outputs = self._compute_step(on_outputs, on_scheduled)
         if outputs:
             on_outputs(self._counted(outputs))
         self._timer.end_phase("commit")
@@ -253,14 +256,16 @@ class EngineCore:
 
     # A step.
 
-    def _compute_step(self, on_outputs: OnOutputs) -> Outputs:
+    def _compute_step(self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]) -> Outputs:
         batch = self.scheduler.schedule()
         self._timer.end_phase("schedule")
-        self.step_watch.compute(self._loop.num_run(batch))
+        num_tokens = self._loop.num_run(batch)
+        self.step_watch.compute(num_tokens)
         self._start_transfers()  # loads run beside the forward pass
         if batch is None and not self._loop.is_in_flight:
             self.is_stalled = True
             return []
+        on_scheduled(num_tokens)
         return self._run_watched(batch, on_outputs)
 
     def _start_transfers(self) -> None:

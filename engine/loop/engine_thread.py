@@ -12,6 +12,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.kv_cache.events import KvEvent
@@ -109,10 +111,23 @@ class EngineThread:
         self._is_stopping = True
         self._core.wake()
 
-    def load_age_s(self) -> float:
-        """Returns for how long `load` has been out of date: calls of that time may be missing in
-        it. Any thread may call it.
+    def load_now(self) -> EngineLoad:
+        """Returns how busy the engine is: `load`, without the prompt tokens that the step under way
+        has computed by now. It may take seconds. Any thread may call this.
         """
+        load = self.load
+        token_s = load.prompt_token_s
+        num_computed = self._core.step_watch.num_computed(token_s)
+        num_queued_tokens = max(load.num_queued_tokens - num_computed, 0)
+        return replace(
+            load,
+            num_queued_tokens=num_queued_tokens,
+            queued_prompt_s=num_queued_tokens * token_s,
+            age_s=self._load_age_s(),
+        )
+
+    def _load_age_s(self) -> float:
+        """For how long `load` has been out of date: calls of that time may be missing in it."""
         is_current = self._is_asleep and not self._calls
         return 0.0 if is_current else max(time.monotonic() - self._called_at, 0.0)
 
@@ -152,7 +167,7 @@ class EngineThread:
         while self._calls:
             self._calls.popleft()()
         called_at = time.monotonic()
-        self._core.run_step(self._deliver)
+        self._core.run_step(self._deliver, partial(self._begin_step, called_at))
         scheduler = self._core.scheduler
         if events := scheduler.kv.events.take_events():
             self.post(self._listener.on_kv_events, events)
@@ -160,8 +175,16 @@ class EngineThread:
             self._waits.remove(wait)
             self.post(wait[1], None)
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
-            self.load, self._called_at = scheduler.load(), called_at
-            self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
+            self._update_load(called_at)
+
+    def _begin_step(self, called_at: float, num_tokens: int) -> None:
+        """Updates `load` before a step that may be long: it has requests then that came before."""
+        if num_tokens * self.load.prompt_token_s >= _LOAD_INTERVAL_S:
+            self._update_load(called_at)
+
+    def _update_load(self, called_at: float) -> None:
+        self.load, self._called_at = self._core.scheduler.load(), called_at
+        self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         if outputs:

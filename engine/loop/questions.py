@@ -64,15 +64,15 @@ class EngineQuestions:
             if handoff is None:
                 self._thread.call(Scheduler.release_handoff, lease_id)
 
-    async def wait_until(self, condition: Callable[[Scheduler], bool]) -> None:
-        """Waits until a step leaves a condition true.
+    async def wait_for_saves(self) -> None:
+        """Waits until no KV is being saved, or lent to other engines that may still read it.
 
         Raises:
             UnavailableError: the engine has stopped.
         """
 
         def ask(answer: Callable[[None], None]) -> None:
-            self._thread.ask_when(answer, condition)
+            self._thread.ask_when(answer, _has_no_saves)
 
         await self._answer(ask)
 
@@ -90,6 +90,10 @@ class EngineQuestions:
             return await future
         finally:
             self._open.discard(future)
+
+
+def _has_no_saves(scheduler: Scheduler) -> bool:
+    return not (scheduler.has_open_saves or scheduler.lends_blocks)
 
 
 def _set_result(future: "asyncio.Future[_T]", result: _T) -> None:

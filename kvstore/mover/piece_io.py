@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.guard.breaker import log_level_of
 from kvstore.guard.metrics import Direction, TransferMetrics
-from kvstore.jobs import LoadJob, SaveJob
+from kvstore.jobs import MISSING, LoadJob, SaveJob
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.pieces import JobState, Piece
@@ -293,7 +293,7 @@ class PieceIo:
         if num_good == num_objects:
             return num_good, ""
         if padded[num_good] is GetStatus.MISSING:
-            return num_good, "missing"
+            return num_good, MISSING
         key = piece.keys[num_good]
         _logger.error("KV object %s is corrupt", key.hex())
         self._discard(key)

@@ -6,11 +6,11 @@ which becomes jobs of members.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.handoff import KvHandoff
-from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
+from kvstore.jobs import MISSING, ConnectorWork, LoadResult, SaveResult, TransferResults
 
 __all__ = [
     "MemberParams",
@@ -72,9 +72,8 @@ def unpack_params(packed: bytes, num_members: int) -> list[MemberParams] | None:
     return members if start == len(packed) else None
 
 
-_MISSING = "missing"
 # With these errors the member answered, and may have the blocks after the one that it lacked.
-_ANSWERS = ("", _MISSING, "corrupt")
+_ANSWERS = ("", MISSING, "corrupt")
 
 
 @dataclass(slots=True)
@@ -87,6 +86,7 @@ class SplitLookup:
         jobs: look-ups of the members asked so far.
         num_found: leading keys found by members that have answered.
         is_answered: whether `num_found` is final.
+        error: that of a member that did not answer; it may have further ones.
     """
 
     keys: tuple[bytes, ...]
@@ -94,6 +94,12 @@ class SplitLookup:
     jobs: list[int] = field(default_factory=list)
     num_found: int = 0
     is_answered: bool = False
+    error: str = ""
+
+    def note_errors(self, member: int, errors: Mapping[int, str]) -> None:
+        """Notes that look-ups of a member have failed; errors by their job ids."""
+        if self.jobs and self.members[len(self.jobs) - 1] == member:
+            self.error = errors.get(self.jobs[-1], self.error)
 
 
 @dataclass(slots=True)
@@ -144,12 +150,12 @@ class SplitLoad:
         self.lacking.add(self.member)
         if result.error not in _ANSWERS:
             self.given_up.add(self.member)
-        if self.error in ("", _MISSING):
+        if self.error in ("", MISSING):
             self.error = result.error or self.error
 
     def result(self, job_id: int) -> LoadResult:
         """Returns the load's result, under its own number."""
-        error = "cancelled" if self.is_cancelled else self.error or _MISSING
+        error = "cancelled" if self.is_cancelled else self.error or MISSING
         if self.num_good == len(self.keys):
             error = ""
         return LoadResult(job_id, self.num_good, error, self.seconds)

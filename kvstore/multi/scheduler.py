@@ -110,7 +110,7 @@ class MultiScheduler(KvConnectorScheduler):
                 lookup.num_found += num_more
             if lookup.num_found == len(lookup.keys) or len(lookup.jobs) == len(lookup.members):
                 lookup.is_answered = True
-                self._results.append(LookupResult(job_id, lookup.num_found))
+                self._results.append(LookupResult(job_id, lookup.num_found, lookup.error))
             else:
                 next_asked = self._members[lookup.members[len(lookup.jobs)]].scheduler
                 lookup.jobs.append(next_asked.lookup(lookup.keys[lookup.num_found :]))
@@ -257,6 +257,9 @@ class MultiScheduler(KvConnectorScheduler):
 
     def _process(self, index: int, results: TransferResults) -> None:
         member = self._members[index]
+        if errors := {result.job_id: result.error for result in results.lookups if result.error}:
+            for lookup in self._lookups.values():
+                lookup.note_errors(index, errors)
         for loaded in results.loads:
             job_id = member.loads.pop(loaded.job_id)
             self._loads[job_id].add(loaded)

@@ -10,6 +10,7 @@ from baton.v1 import worker_pb2
 from router.config.router import ServedModelConfig
 from router.fleet.capacity import Capacity
 from router.fleet.replica import Replica, ReplicaT
+from router.fleet.replica_load import ReplicaLoads
 from router.fleet.roles import tier_name
 from router.fleet.served_model import RequestLimits, ServedModel, StoreAgreement, check_tokenizer
 from router.fleet.tier import Tier
@@ -89,6 +90,7 @@ class Fleet:
         self._changing_role = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._index = index
+        self._loads = ReplicaLoads()
 
         def discovery(targets: Sequence[str], replica: type[Replica]) -> Discovery:
             labels = {MODEL_LABEL: self._model_name, ROLE_LABEL: tier_name(replica.tier)}
@@ -218,7 +220,7 @@ class Fleet:
             others = [r for r in self.decode.candidates if r.replica_id != replica.replica_id]
             if role == PrefillReplica.tier and not others:
                 raise FailedPreconditionError(f"{_NONE_READY} besides {replica.address}")
-            await replica.change_role(role, _CALL_TIMEOUT_S)
+            await replica.worker.change_role(role, _CALL_TIMEOUT_S)
             for each in self._connected():
                 if each.replica_id == replica.replica_id:
                     each.note_role(role)
@@ -283,12 +285,19 @@ class Fleet:
             discovery,
             elsewhere,
             find_elsewhere,
-            partial(replica, index=self._index, on_space=self.waiting.offer),
+            partial(replica, index=self._index, loads=self._loads, on_space=self.waiting.offer),
             self._security,
             check=self._check,
             on_change=self._notify,
-            on_forget=self._index.forget,
+            on_forget=self._forget,
         )
+
+    def _forget(self, worker_id: str) -> None:
+        """Drops what a worker that left an address cached, unless a replica of either tier still is
+        that worker, and follows its events.
+        """
+        if all(replica.replica_id != worker_id for replica in self._connected()):
+            self._index.forget(worker_id)
 
     def _check(self, replica: Replica) -> None:
         """Refuses a replica that must not serve with the others.

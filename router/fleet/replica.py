@@ -16,13 +16,14 @@ import grpc
 from baton.common.errors import BatonError, InternalError, UnavailableError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.security.cluster import ClusterSecurity
-from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 from router.fleet.capacity import Capacity
 from router.fleet.decode_connection import ReplicaLostError
 from router.fleet.kv_events import KvEventStream
 from router.fleet.replica_health import ReplicaBreaker, Silence
-from router.fleet.replica_load import ReplicaLoad
+from router.fleet.replica_load import ReplicaLoads
 from router.fleet.roles import serves_in, tier_name
+from router.fleet.worker_calls import WorkerCalls
 from router.observe.request_record import Attempt, RequestRecord
 from router.routing.cache_index import CacheIndex
 from router.routing.candidate import Candidate
@@ -53,6 +54,7 @@ class Replica:
         channel: a channel to it.
         security: what this router shows to it.
         index: learns what its prefix cache holds.
+        loads: the loads of all workers; None if no other replica may be the same worker.
         on_space: called when it may start a further request.
 
     Attributes:
@@ -60,6 +62,7 @@ class Replica:
         address: its `host:port`.
         info: its description of what it serves.
         capacity: the largest request that it can run.
+        worker: calls of its WorkerService.
         kv_events: the events of its prefix cache.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
@@ -73,6 +76,7 @@ class Replica:
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        loads: ReplicaLoads | None = None,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
@@ -80,9 +84,9 @@ class Replica:
         self.capacity = self._capacity()
         self.lost = asyncio.Event()
         self._dropped: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
-        self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        self.worker = WorkerCalls(channel, security)
         self._security = security
-        self._load = ReplicaLoad(info, address)
+        self._load = (loads or ReplicaLoads()).join(info, address)
         self._is_ready = False
         self._on_change: Callable[[], None] = lambda: None
         self._on_space = on_space
@@ -96,7 +100,7 @@ class Replica:
         self.kv_events = KvEventStream(
             address,
             info,
-            self._watch_kv_events,
+            self.worker.watch_kv_events,
             index,
             lambda: self.load,
             lambda: self.is_leaving,
@@ -296,48 +300,6 @@ class Replica:
             on_change()
         raise ReplicaLostError("one of its streams was cancelled")
 
-    async def get_load(self, timeout_s: float) -> worker_pb2.GetLoadResponse:
-        """Asks the worker for its load now, and for what it has done.
-
-        Raises:
-            AioRpcError: it did not answer in time, or was lost.
-        """
-        return await self._worker.GetLoad(
-            worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
-        )
-
-    async def lend_prefix(
-        self, namespace: bytes, keys: Sequence[bytes], timeout_s: float
-    ) -> prefill_pb2.KvHandoff | None:
-        """Asks the worker to lend the beginning of a prompt; None if it lends nothing of it.
-
-        Raises:
-            BatonError: it did not answer in time, refused, or was lost.
-        """
-        request = worker_pb2.LendPrefixRequest(namespace=namespace, keys=keys)
-        try:
-            answer = await self._worker.LendPrefix(
-                request, timeout=timeout_s, metadata=self._security.call_metadata()
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        return answer.handoff if answer.HasField("handoff") else None
-
-    async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
-        """Changes the tier of the worker.
-
-        Raises:
-            BatonError: the worker cannot have this role, or did not answer in time.
-        """
-        try:
-            await self._worker.ChangeRole(
-                worker_pb2.ChangeRoleRequest(role=role),
-                timeout=timeout_s,
-                metadata=self._security.call_metadata(),
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
     def note_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
         """Notes the worker's new role before its next report."""
         self.load.role = role
@@ -346,15 +308,6 @@ class Replica:
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
         return [self._watch_load(), self._until_dropped(), self.kv_events.run()]
-
-    def _watch_kv_events(
-        self,
-    ) -> grpc.aio.UnaryStreamCall[
-        worker_pb2.WatchKvEventsRequest, worker_pb2.WatchKvEventsResponse
-    ]:
-        return self._worker.WatchKvEvents(
-            worker_pb2.WatchKvEventsRequest(), metadata=self._security.call_metadata()
-        )
 
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
@@ -373,10 +326,7 @@ class Replica:
             self._on_space()
 
     async def _watch_load(self) -> None:
-        reports = self._worker.WatchLoad(
-            worker_pb2.WatchLoadRequest(), metadata=self._security.call_metadata()
-        )
-        async for message in reports:
+        async for message in self.worker.watch_load():
             self._load.take(message.load)
             self.kv_events.report(message.load.newest_kv_event)
             if message.load.stalled:
@@ -392,7 +342,7 @@ class Replica:
     async def _poll_load(self) -> None:
         """Asks for the load of a worker that reports it no more, until the worker has ended."""
         while True:
-            await self.get_load(_POLL_TIMEOUT_S)
+            await self.worker.get_load(_POLL_TIMEOUT_S)
             self._silence.report(asyncio.get_running_loop().time())
             await asyncio.sleep(_POLL_INTERVAL_S)
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from baton.common.request.request_spec import RequestSpec
 from baton.v1 import worker_pb2
 from router.routing.candidate import Candidate
 
-__all__ = ["ReplicaLoad"]
+__all__ = ["ReplicaLoad", "ReplicaLoads"]
 
 _MIN_AHEAD = 2
 _AHEAD_SHARE = 2
@@ -260,6 +261,27 @@ class ReplicaLoad:
     def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
         """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
         return num_pool_blocks * self._info.pool_block_size // self._info.block_size
+
+
+class ReplicaLoads:
+    """The loads of workers. A worker of both roles, or one that changes its role, is a replica of
+    each tier, and both replicas count their requests in one load.
+    """
+
+    def __init__(self) -> None:
+        self._loads: WeakValueDictionary[str, ReplicaLoad] = WeakValueDictionary()
+
+    def join(self, info: worker_pb2.GetInfoResponse, address: str) -> ReplicaLoad:
+        """Returns the load of a worker, which lasts as long as a replica has it.
+
+        Args:
+            info: the worker's description of what it serves.
+            address: the worker's.
+        """
+        load = self._loads.get(info.worker_id)
+        if load is None:
+            load = self._loads[info.worker_id] = ReplicaLoad(info, address)
+        return load
 
 
 class _FadingShare:

@@ -63,7 +63,8 @@ class Tier(Generic[ReplicaT]):
         security: what this router shows to replicas, and asks of them.
         check: raises `FailedPreconditionError` for a replica that must not be used.
         on_change: called when a replica starts or stops taking requests.
-        on_forget: called with the id of a worker that restarted or left.
+        on_forget: called with the id of a worker that restarted or left an address; another
+            address or the other tier may still have it.
 
     Attributes:
         role: the role that its replicas have, or both roles.
@@ -168,7 +169,7 @@ class Tier(Generic[ReplicaT]):
             del self._followers[follower.address]
             self._sets.pop(follower.address, None)
             self._problems.pop(follower.address, None)
-            self._forget(follower.worker_id)
+            self._on_forget(follower.worker_id)
 
     async def _connect_once(self, follower: "_Follower") -> None:
         try:
@@ -264,7 +265,7 @@ class Tier(Generic[ReplicaT]):
         channel: grpc.aio.Channel,
     ) -> None:
         if follower.worker_id != info.worker_id:
-            self._forget(follower.worker_id)
+            self._on_forget(follower.worker_id)
             follower.worker_id = info.worker_id
         replica = self._make_replica(follower.address, info, channel, self._security)
         self._check(replica)
@@ -280,11 +281,6 @@ class Tier(Generic[ReplicaT]):
     def _find(self, worker_id: str) -> ReplicaT | None:
         found = (r for r in self._connected.values() if r.replica_id == worker_id)
         return next(found, None)
-
-    def _forget(self, worker_id: str) -> None:
-        """Calls `on_forget` for a worker that left, unless another address still has it."""
-        if self._find(worker_id) is None:
-            self._on_forget(worker_id)
 
 
 class _Follower:

@@ -23,6 +23,7 @@ from baton.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.fleet.capacity import Capacity
 from router.fleet.decode_connection import DecodeConnection, ReplicaLostError
 from router.fleet.replica import Replica
+from router.fleet.replica_load import ReplicaLoads
 from router.routing.cache_index import CacheIndex
 from rpc.errors import from_rpc_error
 
@@ -49,9 +50,10 @@ class PrefillReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        loads: ReplicaLoads | None = None,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index, on_space)
+        super().__init__(address, info, channel, security, index, loads, on_space)
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -173,9 +175,10 @@ class DecodeReplica(Replica):
         channel: grpc.aio.Channel,
         security: ClusterSecurity,
         index: CacheIndex,
+        loads: ReplicaLoads | None = None,
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(address, info, channel, security, index, on_space)
+        super().__init__(address, info, channel, security, index, loads, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self.connection = DecodeConnection(stub, address, security)
 

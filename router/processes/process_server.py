@@ -24,6 +24,9 @@ from rpc.standard_services import HealthServicer
 
 __all__ = ["MetricsServicer", "ProcessServer", "ProcessServicer"]
 
+_STOP_GRACE_S = 0.5
+"""Without it, gRPC would write a line to the log of each process that is connected."""
+
 
 class MetricsServicer(router_process_pb2_grpc.RouterMetricsServiceServicer):
     """Answers with metrics.
@@ -119,5 +122,5 @@ class ProcessServer:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends all calls, and removes the socket. Idempotent."""
-        await self._server.stop(0)
+        """Waits a moment for calls under way, ends them, and removes the socket. Idempotent."""
+        await self._server.stop(_STOP_GRACE_S)

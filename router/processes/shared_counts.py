@@ -30,6 +30,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from baton.common.errors import ConfigurationError
 from router.processes.counts import (
     NUM_BUCKET_CELLS,
     Account,
@@ -40,7 +41,7 @@ from router.processes.counts import (
 )
 from router.processes.place import ProcessPlace
 
-__all__ = ["SharedAccounts", "create_shared_counts"]
+__all__ = ["SharedAccounts", "create_shared_counts", "shared_counts_bytes"]
 
 _LOGGER = logging.getLogger("baton.router")
 _NUM_BUCKETS = 4096
@@ -62,12 +63,28 @@ def create_shared_counts(folder: Path, num_processes: int, num_buckets: int = _N
         folder: gets them.
         num_processes: the number of processes that will share it.
         num_buckets: how many buckets it has, each of 16 rows.
+
+    Raises:
+        ConfigurationError: the folder has no room for them.
     """
-    with (folder / _TABLE).open("wb") as file:
-        file.truncate(num_buckets * _ROWS_PER_BUCKET * _CELL_BYTES * _row_cells(num_processes))
+    num_bytes = shared_counts_bytes(num_processes, num_buckets)
+    try:
+        with (folder / _TABLE).open("wb") as file:
+            # A process that writes to a page without memory behind it would be killed (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make {folder / _TABLE} with {num_bytes} bytes, where the processes of the "
+            f"router count requests: {error.strerror}"
+        ) from None
     names = [_lock_name(number) for number in range(_NUM_LOCKS)]
     for name in (*names, *map(_life_name, range(num_processes))):
         (folder / name).touch()
+
+
+def shared_counts_bytes(num_processes: int, num_buckets: int = _NUM_BUCKETS) -> int:
+    """Returns the size of the table of so many processes."""
+    return num_buckets * _ROWS_PER_BUCKET * _CELL_BYTES * _row_cells(num_processes)
 
 
 def _row_cells(num_processes: int) -> int:

@@ -8,9 +8,10 @@ correctness.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
+from types import MappingProxyType
 
 from router.routing.cache_form import CacheForm
 from router.routing.replica_cache import ReplicaCache, SharedTables, SlotBlocks, Upkeep
@@ -28,19 +29,30 @@ class CacheMatch:
     Args:
         blocks: by replica id, its leading blocks.
         stored_blocks: returns the leading blocks that some stores have.
+        kv_blocks: of replicas whose models have states, the same without the rule for states.
     """
 
-    __slots__ = ("_blocks", "_stored_blocks")
+    __slots__ = ("_blocks", "_kv_blocks", "_stored_blocks")
 
     def __init__(
-        self, blocks: dict[str, int], stored_blocks: Callable[[Iterable[str]], int]
+        self,
+        blocks: Mapping[str, int],
+        stored_blocks: Callable[[Iterable[str]], int],
+        kv_blocks: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._blocks = blocks
+        self._kv_blocks = kv_blocks
         self._stored_blocks = stored_blocks
 
     def blocks(self, replica_id: str) -> int:
         """Returns the number of leading blocks of the prompt that a replica can use."""
         return self._blocks.get(replica_id, 0)
+
+    def kv_blocks(self, replica_id: str) -> int:
+        """Returns the number of leading blocks of the prompt whose KV a replica has. It can use
+        them if a handoff brings the states at the prompt's end.
+        """
+        return self._kv_blocks.get(replica_id, self._blocks.get(replica_id, 0))
 
     def stored_blocks(self, store_ids: Iterable[str]) -> int:
         """Returns the number of leading blocks of the prompt that one of some stores probably has.
@@ -105,9 +117,10 @@ class CacheIndex:
         """
         self._expire()
         blocks: dict[str, int] = {}
+        kv_blocks: dict[str, int] = {}
         for shared in self._shared.values():
-            shared.match(keys, num_tokens, blocks)
-        return CacheMatch(blocks, lambda store_ids: self.stored.prefix(store_ids, keys))
+            shared.match(keys, num_tokens, blocks, kv_blocks)
+        return CacheMatch(blocks, lambda store_ids: self.stored.prefix(store_ids, keys), kv_blocks)
 
     def expect(self, replica_id: str, keys: Sequence[bytes]) -> None:
         """Notes that a prompt was just sent to a replica. Unknown replicas are ignored: they were

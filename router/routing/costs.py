@@ -141,6 +141,7 @@ def decode_cost(candidate: Candidate, prompt: Prompt) -> Cost:
     compute_s, queue_s = uncached_tokens * candidate.prompt_token_s, candidate.queue_s
     missing_tokens = max(prompt.num_tokens - cached_tokens, 1)
     if prompt.has_prefill_tier:
+        missing_tokens = max(_moved_tokens(candidate, prompt), 1)
         uncached_tokens, load_s = missing_tokens, missing_tokens * candidate.load_token_s
         compute_s = queue_s = 0.0
     taken_share = (candidate.num_requests + 1) / candidate.num_seats
@@ -186,6 +187,16 @@ def _work(candidate: Candidate, prompt: Prompt) -> tuple[int, int, float]:
     return cached_tokens, uncached_tokens, 0.0
 
 
+def _moved_tokens(candidate: Candidate, prompt: Prompt) -> int:
+    """Tokens whose KV a decode replica loads with a handoff. This brings states, too, so that the
+    replica uses KV that it could not go on from.
+    """
+    if not prompt.reuses_kv:
+        return prompt.num_tokens
+    held_tokens = prompt.match.kv_blocks(candidate.replica_id) * prompt.block_size
+    return max(prompt.num_tokens - held_tokens, 0)
+
+
 class PrefillPlaces(NamedTuple):
     """What a prompt costs where it can be computed.
 
@@ -218,8 +229,7 @@ def compare_places(decode: Candidate, prompt: Prompt, prefill: Cost | None) -> P
     cost = prefill_cost(decode, prompt)
     num_delayed = 1 + max(decode.num_requests, 1)
     local_s = cost.queue_s + cost.load_s + cost.compute_s * num_delayed
-    moved_tokens = prompt.num_tokens - cost.cached_tokens
-    move_s = moved_tokens * decode.load_token_s + _HANDOFF_S
+    move_s = _moved_tokens(decode, prompt) * decode.load_token_s + _HANDOFF_S
     return PrefillPlaces(local_s, prefill.queue_s + prefill.load_s + prefill.compute_s + move_s)
 
 

@@ -35,9 +35,14 @@ class SharedTables:
     def __init__(self, form: CacheForm) -> None:
         self.form = form
         self.tables = [BlockTable(has_links=window is None) for window in form.windows]
-        windows = list(zip(self.tables, form.windows, strict=True))
-        self._full = [table for table, window in windows if window is None]
-        self._windowed = [(table, window) for table, window in windows if window is not None]
+        groups = list(enumerate(zip(self.tables, form.windows, strict=True)))
+        self._full = [table for _, (table, window) in groups if window is None]
+        self._windowed = [
+            (table, window)
+            for group, (table, window) in groups
+            if window is not None and group != form.state_group
+        ]
+        self._states = [(table, 1) for group, (table, _) in groups if group == form.state_group]
         self._replica_of: list[str] = []
         self._free: list[int] = []
         self._live = 0
@@ -71,24 +76,39 @@ class SharedTables:
         """Gives back a retired slot without blocks."""
         heappush(self._free, slot)
 
-    def match(self, keys: Sequence[bytes], num_tokens: int, blocks: dict[str, int]) -> None:
-        """Adds to `blocks` how many leading blocks of a prompt each replica can use.
+    def match(
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        blocks: dict[str, int],
+        kv_blocks: dict[str, int],
+    ) -> None:
+        """Adds how many leading blocks of a prompt each replica can use.
 
         Args:
             keys: keys of the prompt's full blocks.
             num_tokens: length of the prompt, of which at least one token is computed.
             blocks: by replica id.
+            kv_blocks: the blocks that it could use with states from elsewhere, where it needs
+                states.
         """
         ratio = self.form.keys_per_block
         if ratio > 1:
             keys = keys[ratio - 1 :: ratio]
         limit = min(len(keys), (num_tokens - 1) // self.form.tokens_per_block)
-        for replicas, length in self._lengths(keys, limit):
-            for slot in slots_of(replicas):
-                blocks[self._replica_of[slot]] = length * ratio
+        lengths = self._kv_lengths(keys, limit)
+        if self._states:
+            self._note(lengths, kv_blocks)
+            lengths = self._settled(keys, lengths, [*self._windowed, *self._states])
+        self._note(lengths, blocks)
 
-    def _lengths(self, keys: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
-        """Returns disjoint sets of replicas with the length of the prefix that they can use."""
+    def _note(self, lengths: list[tuple[int, int]], blocks: dict[str, int]) -> None:
+        for replicas, length in lengths:
+            for slot in slots_of(replicas):
+                blocks[self._replica_of[slot]] = length * self.form.keys_per_block
+
+    def _kv_lengths(self, keys: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
+        """Returns disjoint sets of replicas with the length of the prefix whose KV they have."""
         parts = [(self._live, limit)] if limit > 0 and self._live else []
         for table in self._full:
             parts = [
@@ -96,24 +116,25 @@ class SharedTables:
                 for replicas, length in parts
                 for part in table.prefixes(keys, length, replicas)
             ]
-        if self._windowed:
-            parts = [
-                part for replicas, length in parts for part in self._settle(keys, replicas, length)
-            ]
-        return parts
+        return self._settled(keys, parts, self._windowed) if self._windowed else parts
 
-    def _settle(self, keys: Sequence[bytes], replicas: int, length: int) -> list[tuple[int, int]]:
-        """Returns the longest prefixes up to `length` whose windows the replicas have.
+    def _settled(
+        self,
+        keys: Sequence[bytes],
+        lengths: list[tuple[int, int]],
+        windowed: Sequence[tuple[BlockTable, int]],
+    ) -> list[tuple[int, int]]:
+        """Returns the longest prefixes up to these lengths whose windows the replicas have.
 
         As `PrefixCache` of the engine does: if a block is missing that a prefix reads, every
         shorter one that has the block reads it too.
         """
         settled = []
         # A set of replicas, a length, and per layer group, from where on its blocks are held.
-        work = [(replicas, length, [length] * len(self._windowed))]
+        work = [(replicas, length, [length] * len(windowed)) for replicas, length in lengths]
         while work:
             replicas, length, held_from = work.pop()
-            for number, (table, window) in enumerate(self._windowed):
+            for number, (table, window) in enumerate(windowed):
                 index = min(held_from[number], length)
                 first = max(0, length - window)
                 while index > first and replicas:

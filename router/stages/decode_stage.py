@@ -177,12 +177,12 @@ class DecodeStage:
 
         Yields also the prefix that the replica pulls if it computes the prompt itself.
         """
-        missing_blocks = self._placement.missing_blocks(request, replica)
+        is_loaded = handoff.message is not None
+        missing_blocks = self._placement.missing_blocks(request, replica, has_handoff=is_loaded)
         with ExitStack() as ends, replica.attempt(request.record) as own:
             spec = request.spec.for_attempt(attempt, own.traceparent)
             reserved = replica.reserve(num_blocks=missing_blocks, deadline=spec.deadline)
             ends.enter_context(reserved)
-            is_loaded = handoff.message is not None
             pull = None if is_loaded else self._pulls.plan(request, replica)
             pulled = await self._pulls.borrow(request, pull, own)
             ends.callback(pulled.release)

@@ -86,10 +86,11 @@ class Placement:
             request: the request.
             refused: ids of replicas that must not be chosen.
         """
+        has_handoff = bool(self._fleet.prefill.candidates)
         replicas = [
             replica
             for replica in self._decode_replicas(request, refused)
-            if replica.may_start(self.missing_blocks(request, replica))
+            if replica.may_start(self.missing_blocks(request, replica, has_handoff=has_handoff))
         ]
         replica = self._choose_decode(request, replicas)
         if replica is None or self._fleet.may_start_prompts:
@@ -143,12 +144,20 @@ class Placement:
         places = self._compare(request, decode, prompt) if max_local_tokens is None else None
         request.record.places = places
         is_remote = wants_remote_prefill(max(uncached_tokens, 1), places, max_local_tokens)
-        return PromptPlan(is_remote, request.num_prompt_blocks - cached_blocks)
+        held_blocks = prompt.match.kv_blocks(decode.replica_id) if is_remote else cached_blocks
+        return PromptPlan(is_remote, request.num_prompt_blocks - held_blocks)
 
-    def missing_blocks(self, request: RoutedRequest, replica: Replica) -> int:
-        """Blocks of the prompt that a replica does not cache."""
+    def missing_blocks(self, request: RoutedRequest, replica: Replica, *, has_handoff: bool) -> int:
+        """Blocks of the prompt that a replica cannot use from its cache.
+
+        Args:
+            request: the request.
+            replica: the replica.
+            has_handoff: whether a handoff brings the prompt's KV, with the states at its end.
+        """
         match = self._index.match(request.block_keys, request.num_prompt_tokens)
-        return request.num_prompt_blocks - match.blocks(replica.replica_id)
+        blocks = match.kv_blocks if has_handoff else match.blocks
+        return request.num_prompt_blocks - blocks(replica.replica_id)
 
     def expect(self, request: RoutedRequest, replica: Replica) -> None:
         """Notes that a request was sent to a replica, which will cache its prompt."""

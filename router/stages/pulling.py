@@ -95,7 +95,7 @@ class PrefixPulls:
             return held
         started_at, attempt.pulled_from = time.monotonic(), lender.address
         try:
-            handoff = await lender.lend_prefix(
+            handoff = await lender.worker.lend_prefix(
                 request.namespace, request.block_keys[: pull.num_blocks], pull.wait_s
             )
         except BatonError as error:

@@ -165,8 +165,10 @@ class Tenants:
             self._file.current()
 
     async def follow_changes(self) -> None:
-        """Reads a changed file again within half a second, off the event loop; never returns."""
-        while True:
+        """Reads a changed file again within half a second, off the event loop. Returns at once if
+        there is no file, else never.
+        """
+        while self._file is not None:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             await asyncio.to_thread(self.read_changes)
 

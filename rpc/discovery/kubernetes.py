@@ -31,7 +31,9 @@ _FORM = re.compile(
     r"(?P<namespace>[a-z0-9-]{1,63})/(?P<service>[a-z0-9-]{1,63}):(?P<port>[a-z0-9-]{1,63})"
 )
 _MIN_WATCH_S = 1.0
-"""A watch that ends sooner is a failure, so that a broken server is not asked all the time."""
+"""What ends sooner is a failure that does not reset the backoff: a broken server is not asked all
+the time.
+"""
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 30.0
 
@@ -108,13 +110,15 @@ class _KubernetesSource(Source):
     async def follow(self, on_change: Callable[[], None]) -> None:
         self._version = None  # what came while nobody followed was missed
         while True:
+            began_at = time.monotonic()
             try:
                 await self._follow_once(on_change)
             except VersionGoneError:
                 self._version = None
+                await self._wait(began_at)
             except KubernetesError as error:
                 self._problems.report(str(error))
-                await self._wait()
+                await self._wait(began_at)
 
     async def _follow_once(self, on_change: Callable[[], None]) -> None:
         """Lists the slices if that is needed, and watches them until the watch ends.
@@ -140,7 +144,6 @@ class _KubernetesSource(Source):
             raise KubernetesError("the server ends watches at once")
 
     def _update(self, on_change: Callable[[], None]) -> None:
-        self._backoff_s = _FIRST_BACKOFF_S
         addresses = frozenset().union(*self._slices.values())
         if len(addresses) > MAX_ADDRESSES:
             self._problems.report(f"{len(addresses)} pods; {MAX_ADDRESSES} of them are used")
@@ -154,8 +157,12 @@ class _KubernetesSource(Source):
     def _read(self, item: Mapping[str, Any]) -> frozenset[str]:
         return frozenset(slice_addresses(item, self._target.port))
 
-    async def _wait(self) -> None:
-        """The wait doubles with each failure. It is random, so that routers spread out."""
+    async def _wait(self, began_at: float) -> None:
+        """Waits after a failure of what began at a time. The wait doubles with each failure that
+        came soon. It is random, so that routers spread out.
+        """
+        if time.monotonic() - began_at >= _MIN_WATCH_S:
+            self._backoff_s = _FIRST_BACKOFF_S
         delay_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, _MAX_BACKOFF_S)
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 

@@ -32,11 +32,12 @@ class LookUps:
         if not self._sources:
             return
         if self._is_idle.is_set():
-            self._is_idle.clear()
             loop = asyncio.get_running_loop()
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._look_up_all, args=(loop,), name="baton-dns", daemon=True
-            ).start()
+            )
+            thread.start()  # raises if the container has no task left
+            self._is_idle.clear()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._is_idle.wait()

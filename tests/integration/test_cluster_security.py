@@ -218,7 +218,7 @@ async def test_every_call_of_a_router_has_its_credentials(files, tmp_path):
         await prefill.changes.until(lambda: prefill.released)
         for tier in (router.fleet.prefill, router.fleet.decode):
             (replica,) = tier.connected
-            await replica.get_load(timeout_s=10)
+            await replica.worker.get_load(timeout_s=10)
     assert len(prefill.requests) == len(decode.starts) == 1
     assert prefill.num_watches == decode.num_watches == 1  # no connection was lost
 

@@ -116,3 +116,39 @@ async def test_windows_and_states_count_by_their_own_rules(tmp_path, variant):
             keys_match = followed.blocks("decode", tokens[:-1])
             _, num_cached = await followed.generate(tokens, num_tokens=1)
             assert num_cached == keys_match * BLOCK
+
+
+async def test_a_worker_of_both_tiers_has_one_cache_and_one_load(tmp_path):
+    """What one tier forgets, the other one still follows; each sees the requests of the other."""
+    async with running_tiers(tmp_path, "decode", prefill=()) as router:
+        followed, fleet = Followed(router), router.fleet
+        await followed.until_followed()
+        await fleet.change_role(followed.replica("decode"), worker_pb2.WORKER_ROLE_BOTH)
+        await router.until(lambda: fleet.prefill.candidates)
+        prefill, decode = followed.replica("prefill"), followed.replica("decode")
+        with prefill.reserve(num_tokens=1000, is_sent=False):
+            assert decode.candidate().num_queued_tokens == 1000
+            with decode.reserve(num_blocks=10, is_sent=False):
+                assert prefill.candidate().num_free_blocks == decode.load.num_blocks - 10
+        answer, _ = await followed.generate(PROMPT)
+        whole = [*PROMPT, *answer]
+
+        async def leave(tier):
+            tier._followers[decode.address].cancel()
+            await followed.until(lambda: not tier.connected)
+
+        async def until_known_by(tier):
+            num_blocks = (len(whole) - 1) // BLOCK
+            await followed.until(lambda: followed.replica(tier).kv_events.cache.has_events)
+            await followed.until(lambda: followed.blocks(tier, whole) == num_blocks)
+
+        await leave(fleet.decode)  # whose replica has followed the events
+        await until_known_by("prefill")
+        fleet.decode._follow_all()
+        await router.until(lambda: fleet.decode.candidates)
+        await leave(fleet.prefill)
+        await until_known_by("decode")
+        await reset(decode.address)
+        await followed.until(lambda: len(followed.index) == 0)
+        await leave(fleet.decode)
+        assert followed.caches() == []

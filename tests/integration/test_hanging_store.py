@@ -127,9 +127,12 @@ def test_a_save_that_waits_for_a_thread_keeps_its_blocks_until_they_are_copied(
 
 def test_lookups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: HangingStore) -> None:
     rig.start(lookups=(LookupJob(0, keys(1)), LookupJob(1, keys(1))))
-    assert set(rig.results(2)) == {LookupResult(0, 0), LookupResult(1, 0)}
+    assert set(rig.results(2)) == {
+        LookupResult(0, 0, "unavailable"),
+        LookupResult(1, 0, "unavailable"),
+    }
     rig.start(lookups=(LookupJob(2, keys(1)),))
-    assert rig.results(1) == [LookupResult(2, 0)]
+    assert rig.results(1) == [LookupResult(2, 0, "unavailable")]
 
     store.is_open.set()
     store.inner.put(keys(1), [as_object(b"x")])
@@ -148,7 +151,7 @@ def test_a_request_waits_for_a_store_that_hangs_once(
 ) -> None:
     """And not again for its save."""
     rig.start(lookups=(LookupJob(0, keys(1)),))
-    assert rig.results(1) == [LookupResult(0, 0)]
+    assert rig.results(1) == [LookupResult(0, 0, "unavailable")]
     assert store.hangs.acquire(timeout=TIMEOUT_S)
     rig.start(saves=save_jobs(1, 1))
     assert rig.results(1) == [refused(1)]
@@ -166,7 +169,7 @@ def test_deletes_wait_for_a_lookup_that_hangs(
     rig.save([0, 1, 2])
     store.is_open.clear()
     rig.start(lookups=(LookupJob(0, keys(3)),))
-    assert rig.results(1) == [LookupResult(0, 0)], "the lookup hangs"
+    assert rig.results(1) == [LookupResult(0, 0, "unavailable")], "the lookup hangs"
     for first in (2, 1, 0):
         rig.start(deletes=keys(1, first))
     (record,) = [record for record in caplog.records if "not deleted" in record.message]

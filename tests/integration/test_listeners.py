@@ -10,7 +10,7 @@ import pytest
 
 from baton.common.addresses import join_host_port
 from router.config.http import HttpConfig
-from rpc.listeners import open_listeners
+from rpc.listeners import open_listeners, reserve_port
 from rpc.probe import check_health
 from rpc.server_config import MetricsConfig, ServerConfig
 from tests.support.fake_workers import FakeDecode, running_workers
@@ -126,3 +126,18 @@ def test_a_port_in_use_in_one_family_is_in_use(host):
         pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)),
     ):
         open_listeners(host, other.getsockname()[1], 1)
+
+
+def close(sockets):
+    for one in sockets:
+        one.close()
+
+
+def test_a_reserved_port_is_in_use_for_others_before_anybody_listens_there():
+    reserved = reserve_port("127.0.0.1", 0)
+    port = reserved[0].getsockname()[1]
+    with pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+        reserve_port("127.0.0.1", port)
+    close(open_listeners("127.0.0.1", port, 1, shares_port=True))
+    close(reserved)
+    close(reserve_port("127.0.0.1", port))

@@ -2,6 +2,7 @@
 tokens, computes only the rest, and every block is free afterwards.
 """
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kvstore.handoff import KvHandoff
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
 from tests.support.engine_work import has_work
 from tests.support.later_families import HYBRID_FAMILIES
+from tests.support.lending_engine import LendingEngine
 from tests.support.pairs import pairs
 from tests.support.real_engines import build_core, hand_over, tokens_of
 from tests.support.requests import engine_request
@@ -228,6 +230,26 @@ def test_a_pull_that_fails_is_computed_whatever_the_policy_is(
         pair.run_to_the_end()
     expected = reference_greedy(tiny_checkpoint("llama"), PROMPT, NUM_TOKENS)
     assert tokens_of(outputs) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "number"),
+    [("grpc", signal.SIGKILL), ("grpc", signal.SIGSTOP), ("nixl", signal.SIGKILL)],
+)
+def test_the_process_that_lends_is_killed_or_stopped(scheme: str, number: signal.Signals) -> None:
+    """The prompt is computed after a bounded time."""
+    url = f"{scheme}://?timeout_s=1"
+    with (
+        LendingEngine(url, PROMPT) as source,
+        engines("llama", scheme, num_engines=1, timeout_s=1) as one,
+    ):
+        source.send(number)
+        request = engine_request("second", PROMPT, max_tokens=NUM_TOKENS, prefix=source.handoff)
+        outputs = one.complete(one.cores[0], request)
+        one.run_to_the_end()
+    assert tokens_of(outputs) == reference_greedy(tiny_checkpoint("llama"), PROMPT, NUM_TOKENS)
+    assert outputs[0].cached_tokens == 0
 
 
 def test_blocks_that_were_evicted_are_not_lent() -> None:

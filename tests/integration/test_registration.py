@@ -7,11 +7,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from baton import AsyncClient
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.flags.parser import FlagParser
+from baton.common.security.client import ClientTls
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CredentialsConfig
 from baton.v1 import registration_pb2, registration_pb2_grpc
@@ -19,11 +22,14 @@ from router import server as router_server
 from router.config.http import HttpConfig
 from router.config.router import ServedModelConfig
 from router.config.security import RouterSecurityConfig
+from rpc.channels import open_blocking_channel, open_channel
 from rpc.discovery.announcements import Announcements
+from rpc.probe import wait_until_serving
 from rpc.registration import Registration, RegistrationConfig
 from rpc.server_config import ServerConfig
+from tests.support.certificates import Authority, write_files
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.cluster import ServerProcess
+from tests.support.cluster import START_TIMEOUT_S, ServerProcess
 from tests.support.conditions import until
 from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
 from tests.support.jobs import Job
@@ -228,4 +234,49 @@ async def test_processes_of_workers_announce_themselves(tmp_path: Path):
             assert worker.stop() == 0
     finally:
         for process in (router, *workers):
+            process.kill()
+
+
+def is_serving(address: str, tls: ClientTls) -> bool:
+    """Whether new connections find only processes that serve."""
+    options = (*tls.channel_options(), ("grpc.use_local_subchannel_pool", 1))
+    for _ in range(20):
+        with open_blocking_channel(address, tls.channel_credentials(), options=options) as channel:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=10)
+            if answer.status != HealthCheckResponse.SERVING:
+                return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_worker_announces_itself_over_tls_to_a_router_of_two_processes(tmp_path: Path):
+    authority, port = Authority(), reserved_port()
+    files = write_files(tmp_path / "tls", authority.issue(), authority.certificate)
+    tls = ClientTls(ssl_ca_certs=files.ca_certs)
+    common = [f"--model={tiny_checkpoint('llama')}", "--served-model-name=tiny"]
+    common += [f"{flag}={path}" for flag, path in files.paths]
+    targets = ["--prefill=register:///", "--decode=register:///", "--processes=2"]
+    flags = [*common, *targets, f"--grpc-port={port}"]
+    router = ServerProcess("baton.cli.router", tmp_path, "router", flags)
+    flags = [*common, "--max-model-len=512", "--num-gpu-blocks-override=512", "--dtype=float32"]
+    flags += ["--num-threads=1", f"--register-with=dns:///localhost:{port}"]
+    worker = ServerProcess("worker.decode", tmp_path, "decode", flags)
+    address = f"localhost:{port}"
+    try:
+        await wait_until_serving(address, START_TIMEOUT_S, lambda: tls)
+        await until(lambda: is_serving(address, tls))
+        async with open_channel(address, tls.channel_credentials()) as channel:
+            stub = registration_pb2_grpc.RegistrationServiceStub(channel)
+            message = registration_pb2.AnnounceRequest(address="a:1")
+            for metadata in ((), (("authorization", "Bearer of-another-cluster"),)):
+                error = await failed_call(stub.Announce(message, timeout=10, metadata=metadata))
+                assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+        async with AsyncClient(address, ssl_ca_certs=files.ca_certs) as client:
+            await Job(1).run(client)
+        assert worker.stop() == 0
+        assert router.stop() == 0
+        assert "a:1" not in router.log()
+    finally:
+        for process in (router, worker):
             process.kill()

@@ -7,6 +7,7 @@ import pytest
 
 from baton.common.errors import FailedPreconditionError
 from baton.v1 import prefill_pb2
+from kvstore.block_key import BlockKeyChain
 from router.routing.pulls import PullCosts
 from router.stages import pulling
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
@@ -140,10 +141,23 @@ async def test_the_next_turn_is_pulled_and_counts_as_cached(tmp_path):
         await _until_all_is_free(router)
 
 
+async def test_a_worker_that_drains_lends_nothing_more(tmp_path):
+    prompt = prompt_of(40, seed=1)
+    async with running_tiers(tmp_path, "prefill", "decode", kv_connector="grpc://") as router:
+        await router.generate(request(prompt, max_tokens=2))
+        engine = router.workers[0].engine
+        keys = tuple(BlockKeyChain(engine.namespace, engine.form.block_size).extend(prompt))
+        handoff = await engine.lend_prefix(keys)
+        assert handoff is not None
+        engine.release_handoff(handoff.handoff_id)
+        assert await engine.drain(timeout_s=20) == 0
+        assert await engine.lend_prefix(keys) is None
+
+
 async def _until_all_is_free(router) -> None:
     """Waits until no engine lends a block any more, for less than a lease lasts."""
     started_at = time.monotonic()
     replicas = (*router.fleet.prefill.candidates, *router.fleet.decode.candidates)
     for replica in replicas:
-        while (load := (await replica.get_load(5)).load).num_free_blocks < load.num_blocks:
+        while (load := (await replica.worker.get_load(5)).load).num_free_blocks < load.num_blocks:
             assert time.monotonic() - started_at < 20

@@ -228,7 +228,7 @@ def test_an_outage_fails_jobs_and_trips_the_breaker(
 
     results = rig.results(22)
 
-    assert LookupResult(200, 0) in results
+    assert LookupResult(200, 0, "unavailable") in results
     assert LoadResult(100, 0, "unavailable") in results
     assert all(not r.committed for r in results if isinstance(r, SaveResult))
     assert store.num_calls <= 4, (

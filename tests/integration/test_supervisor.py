@@ -125,6 +125,25 @@ async def test_a_worker_that_served_starts_again_at_once_each_time(lines):
     await process.stop()
 
 
+async def test_a_process_that_hangs_is_killed_and_starts_again(lines):
+    spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
+    process = SupervisedProcess(spec, lines.write, PATIENT)
+    num_starts, hangs = itertools.count(1), asyncio.Event()
+
+    async def wait_serving():
+        await lines.wait_for("ready", times=next(num_starts))
+
+    async def wait_stuck():
+        await hangs.wait()
+        hangs.clear()
+
+    await process.start_until(wait_serving, wait_stuck)
+    hangs.set()
+    await lines.wait_for("ready", times=2)
+    await process.stop()
+    assert "worker | hangs; killed" in lines.seen
+
+
 async def test_a_wait_for_a_serving_process_that_fails_ends_the_start(lines):
     spec = ProcessSpec("worker", "tests.support.scripted_worker", ("serve",))
     process = SupervisedProcess(spec, lines.write, QUICK)

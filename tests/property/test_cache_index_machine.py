@@ -123,6 +123,13 @@ class Worker:
         blocks = self.kv.match_prefix(keys, len(tokens)).num_blocks
         return blocks * self.spec.block_size // KEY_TOKENS
 
+    def match_with_handoff(self, tokens):
+        """How many keys of a prompt it would find with a handoff, which brings states."""
+        keys = self.chain().extend_pool(tokens)
+        limit = min(len(keys), (len(tokens) - 1) // self.spec.block_size)
+        blocks = self.kv._prefixes.match(keys, limit, needs_states=False).num_blocks
+        return blocks * self.spec.block_size // KEY_TOKENS
+
 
 class CacheIndexMachine(RuleBasedStateMachine):
     @initialize(model=MODELS, ratios=st.tuples(*[st.sampled_from([1, 1, 2])] * NUM_REPLICAS))
@@ -267,6 +274,8 @@ class CacheIndexMachine(RuleBasedStateMachine):
                 match = self.index.match(keys, end)
                 for worker in self.workers.values():
                     assert match.blocks(worker.name) == worker.match(tokens[:end])
+                    with_handoff = worker.match_with_handoff(tokens[:end])
+                    assert match.kv_blocks(worker.name) == with_handoff
         self.run_deferred()
         num_blocks = sum(len(set(keys)) for keys in self.held().values())
         assert len(self.index) == num_blocks

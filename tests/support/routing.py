@@ -7,6 +7,10 @@ from router.routing.cache_index import CacheMatch
 __all__ = ["cached_blocks"]
 
 
-def cached_blocks(cached: Mapping[str, int], stored: int = 0) -> CacheMatch:
-    """Returns the leading blocks of a prompt that replicas cache and that every store has."""
-    return CacheMatch(dict(cached), lambda store_ids: stored)
+def cached_blocks(
+    cached: Mapping[str, int], stored: int = 0, kv: Mapping[str, int] | None = None
+) -> CacheMatch:
+    """Returns the leading blocks of a prompt that replicas cache, that every store has, and that
+    replicas could use with states from elsewhere.
+    """
+    return CacheMatch(cached, lambda store_ids: stored, kv or {})

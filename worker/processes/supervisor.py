@@ -19,6 +19,8 @@ _LAST_OUTPUT_S = 1.0
 """Time to read the output of a process that has ended: children may keep it open."""
 _WaitServing = Callable[[], Coroutine[Any, Any, None]]
 """Waits until the process that was started last is serving."""
+_WaitStuck = Callable[[], Coroutine[Any, Any, None]]
+"""Waits, from the moment when the process serves, until it must be killed because it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class SupervisedProcess:
         self._process: RunningProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._wait_serving: _WaitServing | None = None
+        self._wait_stuck: _WaitStuck | None = None
         self._has_served = False  # the process that was started last
         self._wait_ended = asyncio.Event()  # at least one wait for a serving process has ended
         self._serving_error: Exception | None = None
@@ -121,17 +124,21 @@ class SupervisedProcess:
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
         return self._keeper
 
-    async def start_until(self, wait_serving: _WaitServing) -> None:
+    async def start_until(
+        self, wait_serving: _WaitServing, wait_stuck: _WaitStuck | None = None
+    ) -> None:
         """Starts the process and its supervision; returns when it is serving.
 
         Args:
             wait_serving: called after each start of the process.
+            wait_stuck: called each time the process serves. When it returns, the process is
+                killed, and starts again. None: a process that hangs is left alone.
 
         Raises:
             ConfigurationError: the process ended first. It is restarted until `stop` is called.
             UnavailableError: the machine could not start the process, or `stop` was called first.
         """
-        self._wait_serving = wait_serving
+        self._wait_serving, self._wait_stuck = wait_serving, wait_stuck
         keeper = self.start()
         wait_ended = asyncio.create_task(self._wait_ended.wait())
         died = asyncio.create_task(self.died.wait())
@@ -195,12 +202,20 @@ class SupervisedProcess:
             return "was not started"
         self._process, self.pid = process, process.pid
         self.started.set()
-        awaiting_serving = asyncio.create_task(self._await_serving())
+        following = asyncio.create_task(self._follow())
         try:
             await self._attend(process)
         finally:
-            awaiting_serving.cancel()
+            following.cancel()
         return process.describe_end()
+
+    async def _follow(self) -> None:
+        """Notes when the running process serves, and kills it if it hangs after that."""
+        await self._await_serving()
+        if self._has_served and self._wait_stuck is not None:
+            await self._wait_stuck()
+            self._log("hangs; killed")
+            self.kill()
 
     async def _await_serving(self) -> None:
         """Waits until the running process serves, and notes it."""

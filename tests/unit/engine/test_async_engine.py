@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -530,3 +531,37 @@ async def test_a_load_says_which_requests_it_cannot_include(
     assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
     assert engine.load().prompt_token_s > 0
     assert engine.load().decode_step_s > 0
+
+
+async def test_the_queue_of_a_load_falls_with_each_chunk_and_within_it(
+    runner: GatedRunner,
+) -> None:
+    """Steps may take seconds. Routers must see what came before one, and not take a prompt for
+    queued that is nearly computed.
+    """
+    runner.costs = replace(runner.costs, prompt_token_s=0.005)
+    engine = AsyncEngine(EngineCore(fake_config(max_num_batched_tokens=4), runner))
+    seen: list[int] = []
+
+    async def until_queued(num_tokens: int) -> None:
+        async with asyncio.timeout(10):
+            while not seen or seen[-1] != num_tokens:
+                seen.append(engine.load().num_queued_tokens)
+                await asyncio.sleep(0.001)
+
+    try:
+        collector = Collector()
+        prompt = (0, 1) * 6
+        engine.submit(make_request("a", prompt_token_ids=prompt, max_tokens=1), collector)
+        await until_queued(8)
+        assert engine._thread.load.num_queued_tokens == 12
+        assert engine.load().queued_prompt_s == pytest.approx(8 * 0.005)
+        runner.gate.release()
+        await until_queued(4)
+        assert engine._thread.load.num_queued_tokens == 8
+        runner.free()
+        await asyncio.wait_for(collector.ended.wait(), 10)
+        await until_queued(0)
+    finally:
+        runner.free()
+        await engine.close()

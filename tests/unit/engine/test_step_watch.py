@@ -123,3 +123,18 @@ def test_a_step_that_hung_does_not_hide_the_next_one(steps):
     watch.compute(4)
     clock.now += 8 * 10.0 + 0.1
     assert watch.is_stalled
+
+
+def test_the_tokens_of_a_step_are_computed_while_it_runs():
+    clock = Clock()
+    watch = clock.watch()
+    assert watch.num_computed(0.01) == 0
+    watch.begin()
+    watch.compute(500)
+    clock.now += 2.0
+    clock.wait_s += 1.0  # for its turn
+    assert watch.num_computed(0.01) == 100
+    assert watch.num_computed(0.001) == 500, "no more than it has"
+    assert watch.num_computed(0.0) == 0, "its speed is not known"
+    watch.end()
+    assert watch.num_computed(0.01) == 0

@@ -45,6 +45,18 @@ def test_a_lookup_continues_in_the_next_member_at_the_first_missing_key(peer, st
     assert both.scheduler.num_found(job) == 4
 
 
+def test_a_lookup_says_that_a_member_has_not_answered(peer, store, other):
+    other.objects = {KEYS[0]}
+    both = Members(peer, store, other)
+    job = both.scheduler.lookup(KEYS)
+    both.start()
+    asked = store.pending.pop()
+    store.results.append(LookupResult(asked.job_id, 0, "unavailable"))
+    assert not both.step().lookups
+    other.answer(other.pending[0])
+    assert both.step().lookups == (LookupResult(job, 1, "unavailable"),)
+
+
 def test_a_lookup_ends_with_the_first_member_that_has_every_key(store, other):
     store.objects = set(KEYS)
     both = Members(store, other)

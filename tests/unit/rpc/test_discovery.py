@@ -186,6 +186,19 @@ async def test_no_other_lookup_starts_while_one_hangs(monkeypatch, caplog):
     assert resolver.num_calls == 2
 
 
+async def test_names_are_looked_up_again_after_a_thread_could_not_be_started(monkeypatch):
+    discovery = Discovery(["dns:///127.0.0.1:5"])
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            await discovery.look_up()
+    assert await looked_up(discovery) == {"127.0.0.1:5"}
+
+
 def test_a_look_up_that_hangs_does_not_keep_the_event_loop_from_ending(monkeypatch):
     resolver = HangingResolver(monkeypatch)
 

@@ -257,6 +257,36 @@ class ScriptedSlices:
         return str(self._version)
 
 
+class BrokenSlices:
+    """An API that lists the slices and never has the events since the list."""
+
+    async def list(self):
+        return [endpoint_slice("a", "10.0.0.1")], "1"
+
+    async def watch(self, version):
+        raise VersionGoneError
+        yield
+
+
+async def test_a_server_whose_lists_are_always_too_old_is_asked_ever_less_often(monkeypatch):
+    waits = []
+
+    async def note(delay_s):
+        waits.append(delay_s)
+        if len(waits) == 12:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(kubernetes.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(kubernetes.asyncio, "sleep", note)
+    source = kubernetes._KubernetesSource(
+        KubernetesTarget("prod", "decode", "grpc"), BrokenSlices()
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await source.follow(lambda: None)
+    assert waits[:3] == [0.2, 0.4, 0.8]
+    assert waits[-1] == 30.0
+
+
 NAMES = st.sampled_from(["a", "b", "c"])
 PODS = st.sampled_from([None, "10.0.0.1", "10.0.0.2", "10.0.0.3"])
 STEPS = st.lists(st.one_of(st.tuples(NAMES, PODS), st.sampled_from(["gone", "cut"])), max_size=40)
@@ -268,7 +298,7 @@ def test_no_order_of_events_and_losses_leaves_wrong_addresses(steps):
     async def check():
         slices = ScriptedSlices(steps)
         source = kubernetes._KubernetesSource(KubernetesTarget("prod", "decode", "grpc"), slices)
-        source._wait = lambda: asyncio.sleep(0)
+        source._wait = lambda began_at: asyncio.sleep(0)
         seen = [source.addresses]
         following = asyncio.create_task(source.follow(lambda: seen.append(source.addresses)))
         await asyncio.gather(following, return_exceptions=True)

@@ -174,7 +174,7 @@ def test_problems_of_kv_stores_stand_below_the_table():
     now.cluster.replicas[0].kv_backends.append(problem)
     now.cluster.warnings.append("the tiers have different KV stores")
     assert screen(None, now).endswith(
-        "\n\nKV stores\nthe tiers have different KV stores\nb:1: KV store redis://c:6379/0 is down"
+        "\n\nwarnings\nthe tiers have different KV stores\nb:1: KV store redis://c:6379/0 is down"
     )
 
 

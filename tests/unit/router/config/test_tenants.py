@@ -290,6 +290,11 @@ async def test_a_large_changed_file_does_not_block_the_event_loop(tmp_path: Path
     watch.assert_never_blocked()
 
 
+async def test_without_a_file_nothing_is_followed():
+    async with asyncio.timeout(10):
+        await Tenants(TenantsConfig(api_key=(KEY,)), Clock()).follow_changes()
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

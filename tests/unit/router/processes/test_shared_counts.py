@@ -1,5 +1,7 @@
 """Counts of limits that processes share: no limit is exceeded, and nothing is held for the dead."""
 
+import errno
+import os
 import shutil
 import tempfile
 from contextlib import AbstractContextManager
@@ -10,10 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.common.errors import Reason, ResourceExhaustedError
+from baton.common.errors import ConfigurationError, Reason, ResourceExhaustedError
 from router.config.tenants import TenantPolicy
 from router.processes.place import ProcessPlace
-from router.processes.shared_counts import SharedAccounts, create_shared_counts
+from router.processes.shared_counts import (
+    SharedAccounts,
+    create_shared_counts,
+    shared_counts_bytes,
+)
 from router.tenants.tenant import Tenant
 from router.tenants.token_bucket import TokenBucket
 from tests.support.tenants import Clock
@@ -137,6 +143,21 @@ class LimitsMachine(RuleBasedStateMachine):
 
 LimitsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestLimits = LimitsMachine.TestCase
+
+
+def test_a_folder_without_room_is_refused_before_anything_counts(tmp_path, monkeypatch):
+    def refuse(descriptor, offset, num_bytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ConfigurationError, match=r"4194304 bytes, .*: No space left on device"):
+        create_shared_counts(tmp_path, 2)
+
+
+def test_the_table_has_its_memory_before_anything_counts(tmp_path):
+    create_shared_counts(tmp_path, 2)
+    table = (tmp_path / "counts").stat()
+    assert table.st_blocks * 512 >= table.st_size == shared_counts_bytes(2)
 
 
 def test_an_id_is_taken_in_all_processes_until_its_request_ends_or_its_process_dies(processes):

@@ -56,6 +56,20 @@ def test_at_least_one_token_is_left_to_compute(index):
     assert blocks(index, "a", keys=KEYS[:3], num_tokens=12) == [2]
 
 
+def test_a_handoff_brings_the_states_that_a_replica_lacks(index):
+    """Its KV counts then, up to its end; without one, the replica goes on where it has states."""
+    form = CacheForm(tokens_per_block=4, windows=(None, 1), state_group=1, max_blocks=(100, 10))
+    hybrid = followed(index, "hybrid", form)
+    hybrid.store(0, KEYS[:6], None)
+    hybrid.store(1, KEYS[2:3], None)
+    followed(index, "none", form).store(0, KEYS[:5], None)
+    followed(index, "plain").store(0, KEYS[:7], None)
+    match = index.match(KEYS, MANY)
+    names = ("hybrid", "none", "plain", "unknown")
+    assert [match.blocks(name) for name in names] == [3, 0, 7, 0]
+    assert [match.kv_blocks(name) for name in names] == [6, 5, 7, 0]
+
+
 def test_blocks_after_a_hole_do_not_count_until_it_is_filled(index):
     cache = followed(index, "a")
     cache.store(0, KEYS[:8], None)

@@ -30,8 +30,8 @@ def candidate(**facts):
     return replace(FAST, **facts)
 
 
-def prompt(num_tokens=1000, cached=0, stored=0, **facts):
-    match = cached_blocks({"fast": cached}, stored)
+def prompt(num_tokens=1000, cached=0, stored=0, kv=None, **facts):
+    match = cached_blocks({"fast": cached}, stored, None if kv is None else {"fast": kv})
     return Prompt(num_tokens=num_tokens, block_size=10, match=match, **facts)
 
 
@@ -160,3 +160,17 @@ def test_very_short_remainders_stay_and_without_speeds_the_others_go():
 def test_a_number_fixes_the_longest_local_remainder(num_tokens, is_remote):
     assert wants_remote_prefill(num_tokens, PrefillPlaces(1.0, 0.0), 100) == is_remote
     assert wants_remote_prefill(num_tokens, PrefillPlaces(0.0, 1.0), 100) == is_remote
+
+
+def test_a_handoff_moves_only_the_kv_that_decode_lacks_though_it_lacks_states():
+    hybrid = prompt(cached=10, kv=60)
+    assert decode_cost(FAST, hybrid).load_s == pytest.approx(400 * 0.0001)
+    assert decode_cost(candidate(num_free_blocks=40), hybrid).lacks_room is False
+    alone = prompt(cached=10, kv=60, has_prefill_tier=False)
+    assert decode_cost(FAST, alone).compute_s == pytest.approx(0.9)
+    assert decode_cost(candidate(num_free_blocks=40), alone).lacks_room
+    remote = prefill_cost(FAST, hybrid)
+    moved_s = compare_places(FAST, prompt(cached=10), remote).remote_s
+    assert moved_s - compare_places(FAST, hybrid, remote).remote_s == pytest.approx(0.05)
+    whole = prompt(cached=10, kv=60, reuses_kv=False)
+    assert decode_cost(FAST, whole).load_s == pytest.approx(0.1)
