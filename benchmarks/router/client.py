@@ -102,17 +102,19 @@ class _Load:
             self._channels.append(channel)
         return self._channels[number]
 
-    async def stream(self, num_tokens: int) -> float:
-        """Reads one stream; returns the seconds until its first message."""
+    async def stream(self, num_tokens: int, *, is_probe: bool = False) -> float:
+        """Reads one stream; returns the seconds until its first message. A probe is not counted
+        among the running streams.
+        """
         started_at, first_s = time.monotonic(), 0.0
         async with aclosing(self._messages(num_tokens)) as messages:
             async for number in messages:
                 if not first_s:
                     first_s = time.monotonic() - started_at
-                    self._num_running += 1
+                    self._num_running += not is_probe
                     self.max_running = max(self.max_running, self._num_running)
                 self.num_messages += number
-        self._num_running -= 1
+        self._num_running -= not is_probe
         return first_s
 
 
@@ -136,7 +138,7 @@ async def _run(
             await load.stream(num_tokens)
 
     streams = asyncio.gather(*(repeat(number) for number in range(num_streams)))
-    first_s = [await load.stream(1) for _ in range(num_probes)]
+    first_s = [await load.stream(1, is_probe=True) for _ in range(num_probes)]
     await streams
     report = {
         "num_messages": load.num_messages - num_probes,
