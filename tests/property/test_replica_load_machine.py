@@ -23,12 +23,17 @@ TOKENS = st.integers(1, 50)
 
 @dataclass
 class Own:
-    """A request of the router; `is_taken` once a report came that may include it."""
+    """A request of the router.
+
+    `is_taken` once a report came that seemed to include it, and `is_mistaken` if that report was
+    late and did not.
+    """
 
     num_tokens: int
     sent_at: float
     deadline: float
     is_taken: bool = False
+    is_mistaken: bool = False
 
 
 class ReplicaLoadMachine(RuleBasedStateMachine):
@@ -128,8 +133,9 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         self.report, self.seen, self.reported_others = report, there, others
         # What a report may include counts as included if it is not late.
         arrived_by = self.now - report.age_s - TRANSIT_S
-        for own in self.own.values():
-            own.is_taken |= own.sent_at <= arrived_by
+        for number, own in self.own.items():
+            if own.sent_at <= arrived_by and not own.is_taken:
+                own.is_taken, own.is_mistaken = True, number not in there
 
     # What must hold.
 
@@ -152,7 +158,7 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         unseen = (
             own.num_tokens
             for number, own in self.own.items()
-            if own.deadline > self.now and number not in self.seen
+            if own.deadline > self.now and number not in self.seen and not own.is_mistaken
         )
         assert there >= self.reported_others + sum(unseen)
 
