@@ -54,6 +54,7 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         self.seen: set[int] = set()  # own requests in the last report
         self.reported_others = 0
         self.count = 0
+        self.taken_at = -math.inf  # of the last report
         self._deliver(self._report())
 
     # The router.
@@ -111,8 +112,11 @@ class ReplicaLoadMachine(RuleBasedStateMachine):
         self._deliver(self.reports.pop(0))
 
     def _report(self, age_s=0.0):
-        """A report of the requests that had arrived `age_s` ago."""
-        taken_at = self.now - age_s
+        """A report of the requests that had arrived `age_s` ago, or later: none is older than one
+        before it.
+        """
+        taken_at = self.taken_at = max(self.taken_at, self.now - age_s)
+        age_s = self.now - taken_at
         there = {n for n, own in self.own.items() if own.sent_at <= taken_at - TRANSIT_S}
         num_tokens = self.others + sum(self.own[number].num_tokens for number in there)
         report = worker_pb2.WorkerLoad(
