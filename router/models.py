@@ -145,7 +145,11 @@ class Model:
             announcements,
         )
         self._entrance = Entrance()
-        self._backlog = Backlog(lambda: self.fleet.num_seats, lambda: len(self._entrance))
+        self._backlog = Backlog(
+            lambda: self.fleet.num_seats,
+            lambda: len(self._entrance),
+            full_step_s=lambda: self.fleet.full_step_s,
+        )
         self._log = log
         self._default_timeout_s = router.default_timeout_s
         self._queue_timeout_s = router.queue_timeout_s

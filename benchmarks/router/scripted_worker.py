@@ -179,7 +179,8 @@ def _handoff(spec: request_pb2.RequestSpec) -> prefill_pb2.KvHandoff:
 class _ScriptedWorker(Worker):
     """The description of the replica."""
 
-    def __init__(self, worker_id: str, tier: str, vocab_size: int) -> None:
+    def __init__(self, worker_id: str, tier: str, vocab_size: int, step_s: float) -> None:
+        self._step_s = step_s
         self._info = worker_pb2.GetInfoResponse(
             worker_id=worker_id,
             role=_TIERS[tier],
@@ -208,7 +209,9 @@ class _ScriptedWorker(Worker):
 
     @override
     def load(self) -> worker_pb2.WorkerLoad:
-        return worker_pb2.WorkerLoad(num_free_blocks=1 << 20, num_blocks=1 << 20)
+        return worker_pb2.WorkerLoad(
+            num_free_blocks=1 << 20, num_blocks=1 << 20, decode_step_s=self._step_s
+        )
 
     @override
     def counters(self) -> worker_pb2.WorkerCounters:
@@ -265,7 +268,7 @@ async def _run(tier: str, step_ms: float, num_workers: int, port_file: Path) -> 
         else:
             prefill = _PrefillServicer(token_ids)
             server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
-        worker = _ScriptedWorker(f"{tier}-{number}", tier, tokenizer.vocab_size)
+        worker = _ScriptedWorker(f"{tier}-{number}", tier, tokenizer.vocab_size, step_ms / 1000)
         tiers.append(WorkerTier(worker, server))
         await server.listen()
         servers.append(server)

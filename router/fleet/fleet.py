@@ -152,6 +152,13 @@ class Fleet:
         return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
 
     @property
+    def full_step_s(self) -> float:
+        """Seconds in which each sequence of the slowest decode replica gets a token while all its
+        seats are taken; 0 while none has said so.
+        """
+        return max((r.load.decode_step_s for r in self.decode.candidates), default=0.0)
+
+    @property
     def model(self) -> ServedModel | None:
         """The model of the connected replicas; None while there are none."""
         replicas = self._connected()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.request.slo import NO_SLO, TPOT_HEADER, TTFT_HEADER, Slo
 from router.fleet.fair_shares import Share
+from router.stages.waiting_counts import WaitingCounts
 
 __all__ = ["Backlog", "Place"]
 
@@ -104,6 +105,8 @@ class Backlog:
         num_seats: returns how many requests the replicas run at the same time.
         num_entering: returns how many requests wait to be prepared, and have no place yet.
         clock: seconds, monotonic.
+        full_step_s: returns the seconds in which each request gets a token while all seats are
+            taken; 0 if that is not known.
     """
 
     def __init__(
@@ -111,12 +114,14 @@ class Backlog:
         num_seats: Callable[[], int],
         num_entering: Callable[[], int] = int,
         clock: Callable[[], float] = time.monotonic,
+        full_step_s: Callable[[], float] = float,
     ) -> None:
         self._num_seats = num_seats
+        self._full_step_s = full_step_s
         self._num_entering = num_entering
         self._clock = clock
         self._begun: Counter[int] = Counter()  # by priority
-        self._waiting = _WaitingCounts()
+        self._waiting = WaitingCounts()
         self._grammars = OrderedDict.fromkeys([b""])  # with which requests have begun
         self._first_s = _FadingMean()
         self._wait_s = _FadingMean()
@@ -185,7 +190,7 @@ class Backlog:
             max_tokens: the most tokens that it gets; None if that is not known.
             share: names its tenant.
         """
-        return self._scaled(self._usual_s(max_tokens), self._num_before(priority, share))
+        return self._expected_s(max_tokens, self._num_before(priority, share))
 
     def check(
         self,
@@ -212,7 +217,7 @@ class Backlog:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
         num_before = self._num_before(priority, share)
-        expected_s = self._scaled(self._usual_s(max_tokens), num_before)
+        expected_s = self._expected_s(max_tokens, num_before)
         safety = _SAFETY + self._waiting_share() if is_deadline_stated else 1.0
         excess_s = safety * expected_s - left_s
         if excess_s > 0:
@@ -296,7 +301,7 @@ class Backlog:
         ):
             self._add_first(place, now)
         if place.begun_at is None:
-            if waited_s > self._scaled(self._usual_s(1), place.num_ahead):
+            if waited_s > self._expected_s(1, place.num_ahead):
                 self._add_wait(place, now)  # it would have waited even longer
         elif place.num_tokens > 1:
             self._num_tokens.add(place.num_tokens, now)
@@ -322,6 +327,18 @@ class Backlog:
         begun = sum(number for each, number in self._begun.items() if each <= priority)
         return begun + self._waiting.num_ahead(priority, share)
 
+    def _expected_s(self, max_tokens: int | None, num_ahead: float) -> float:
+        """The time of a request with so many before it. While it gets a seat, its tokens come at
+        least as fast as those of replicas that are full, however few ran beside the last requests.
+        """
+        usual_s = self._usual_s(max_tokens)
+        expected_s = self._scaled(usual_s, num_ahead)
+        step_s = self._full_step_s()
+        if not step_s or num_ahead >= self._num_seats():
+            return expected_s
+        full_s = step_s * self._usual_tokens(max_tokens)
+        return min(expected_s, max(usual_s, self._scaled(self._wait_s.value, num_ahead) + full_s))
+
     def _scaled(self, usual_s: float, num_ahead: float) -> float:
         """A time of the usual request, for one with so many before it. One that has none before it
         is always let in: it finds out how long requests take now, if the last ones took very long.
@@ -346,12 +363,14 @@ class Backlog:
 
     def _usual_s(self, max_tokens: int | None) -> float:
         """The time of the requests that were heard of last."""
-        num_tokens = self._num_tokens.value
-        if max_tokens is not None:
-            num_tokens = min(num_tokens, max_tokens)
-        usual_s = self._wait_s.value + self._token_s.value * num_tokens
+        usual_s = self._wait_s.value + self._token_s.value * self._usual_tokens(max_tokens)
         heard_at = max(self._wait_s.updated_at, self._token_s.updated_at)
         return usual_s * self._freshness(usual_s, heard_at)
+
+    def _usual_tokens(self, max_tokens: int | None) -> float:
+        """The tokens of the requests that were heard of last, but no more than a request gets."""
+        num_tokens = self._num_tokens.value
+        return num_tokens if max_tokens is None else min(num_tokens, max_tokens)
 
     def _faded(self, mean: _FadingMean) -> float:
         """A mean of the requests that were heard of last."""
@@ -363,36 +382,3 @@ class Backlog:
         """
         silence_s = self._clock() - heard_at - _MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
         return math.exp(-max(silence_s, 0.0) / _MEMORY_S)
-
-
-class _WaitingCounts:
-    """How many requests of each priority and tenant have not begun."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, dict[str, int]] = {}
-        self._weights: dict[str, int] = {}
-
-    def add(self, priority: int, share: Share, number: int) -> None:
-        """Counts requests of a tenant; a negative number ends the count."""
-        numbers = self._numbers.setdefault(priority, {})
-        numbers[share.tenant] = numbers.get(share.tenant, 0) + number
-        self._weights[share.tenant] = share.weight
-        if not numbers[share.tenant]:
-            del numbers[share.tenant]
-            if not any(share.tenant in each for each in self._numbers.values()):
-                del self._weights[share.tenant]
-        if not numbers:
-            del self._numbers[priority]
-
-    def num_ahead(self, priority: int, share: Share) -> float:
-        """How many of them go on before a new one: all that are more urgent, and of each tenant as
-        many as its turns allow until this tenant's requests have had theirs.
-        """
-        urgent = [numbers for each, numbers in self._numbers.items() if each < priority]
-        number = float(sum(sum(numbers.values()) for numbers in urgent))
-        equal = self._numbers.get(priority, {})
-        turns = (equal.get(share.tenant, 0) + 1) / share.weight
-        for tenant, waiting in equal.items():
-            is_own = tenant == share.tenant
-            number += waiting if is_own else min(waiting, turns * self._weights[tenant])
-        return number

@@ -390,3 +390,25 @@ def test_refused_clients_come_back_one_after_the_other():
     assert times[:20] == pytest.approx([first + number for number in range(20)])
     assert max(times) <= 60
     assert min(times) >= first - 1e-6
+
+
+def test_a_burst_is_not_judged_by_the_pace_of_few_requests():
+    """Thousands get seats at once, and tokens at the pace of full replicas, which these report."""
+    clock, step_s = Clock(), [0.0]
+    backlog = Backlog(lambda: 10_000, clock=clock, full_step_s=lambda: step_s[0])
+    for _ in range(4):
+        with backlog.place(0) as place:
+            clock.now += 0.02
+            backlog.begin(place)
+            place.num_tokens = 101
+            clock.now += 1.0
+    with ExitStack() as places:
+        for _ in range(5000):
+            places.enter_context(backlog.place(0))
+        assert backlog.expected_s(0) > 100  # nothing else is known
+        step_s[0] = 0.03
+        assert 3 < backlog.expected_s(0) < 7
+        assert backlog.expected_s(0, max_tokens=1) < 4
+        for _ in range(6000):
+            places.enter_context(backlog.place(0))
+        assert backlog.expected_s(0) > 100  # they wait for seats
