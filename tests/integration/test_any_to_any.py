@@ -159,7 +159,7 @@ def test_a_handoff_of_another_form_is_refused_with_both_digests(tmp_path: Path) 
     with pytest.raises(FailedPreconditionError) as caught:
         decode.check(handed)
     ours, theirs = decode.namespace.hex()[:12], prefill.namespace.hex()[:12]
-    assert f"decode has {ours}, prefill sent {theirs}" in caught.value.message
+    assert f"this replica has {ours}, the handoff {theirs}" in caught.value.message
     prefill.close()
     decode.close()
 

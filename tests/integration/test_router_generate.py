@@ -285,7 +285,7 @@ async def test_many_requests_share_one_connection_per_replica():
     workers = (*prefills, *decodes)
     async with running_workers(*workers), running_router(*workers) as router:
         streams = [
-            router.generate(request((*PROMPT_IDS[: 20 + i % 20], i), max_tokens=1 + i % 20))
+            router.generate(request((i, *PROMPT_IDS[: 20 + i % 20]), max_tokens=1 + i % 20))
             for i in range(60)
         ]
         results = await asyncio.gather(*streams)
