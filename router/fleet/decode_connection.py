@@ -6,7 +6,7 @@ they are read.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -30,6 +30,10 @@ _MOVE = "move"
 _RELEASE = "release"
 
 
+def _nothing() -> None:
+    """Does nothing at the end of a stream."""
+
+
 class ReplicaLostError(UnavailableError):
     """The replica died or cannot be reached; its requests can continue on another one."""
 
@@ -47,11 +51,20 @@ class RequestMovedError(ReplicaLostError):
 
 
 class DecodeStream:
-    """The outputs of one request on one replica; they are merged until they are read."""
+    """The outputs of one request on one replica; they are merged until they are read.
 
-    def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
+    Args:
+        request_id: the request.
+        connection: to the replica.
+        on_end: called once the replica has sent the last output, or sends no more.
+    """
+
+    def __init__(
+        self, request_id: str, connection: "DecodeConnection", on_end: Callable[[], None]
+    ) -> None:
         self._request_id = request_id
         self._connection = connection
+        self._on_end = on_end
         self._pending: PendingOutputs = {}
         self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
@@ -65,11 +78,14 @@ class DecodeStream:
             return
         add_output(self._pending, output)
         self._changed.set()
+        if output.is_last:
+            self._on_end()
 
     def fail(self, error: ReplicaLostError) -> None:
         """Ends the stream; outputs that were delivered can still be read."""
         self._failure = error
         self._changed.set()
+        self._on_end()
 
     def wake(self) -> None:
         """Makes `read` return None if there is no output."""
@@ -166,11 +182,15 @@ class DecodeConnection:
             self._close(reason)
         raise self._lost(reason)
 
-    def start(self, command: decode_pb2.ConnectRequest) -> DecodeStream:
+    def start(
+        self, command: decode_pb2.ConnectRequest, on_end: Callable[[], None] = _nothing
+    ) -> DecodeStream:
         """Starts a request, whose id must be new to the replica.
 
         Args:
             command: its start, in the message that is sent.
+            on_end: called once the replica has sent the last output, or sends no more, although
+                the outputs may not have been read yet.
 
         Raises:
             ReplicaLostError: the connection has broken.
@@ -186,7 +206,7 @@ class DecodeConnection:
                 f"decode replica takes at most {MAX_MESSAGE_BYTES}"
             )
         request_id = command.start.spec.request_id
-        stream = self._streams[request_id] = DecodeStream(request_id, self)
+        stream = self._streams[request_id] = DecodeStream(request_id, self, on_end)
         self._send((request_id, _REQUEST), command)
         return stream
 

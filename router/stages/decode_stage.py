@@ -184,7 +184,9 @@ class DecodeStage:
             reserved = replica.reserve(
                 num_blocks=missing_blocks, is_sent=False, deadline=spec.deadline
             )
-            note_sent = ends.enter_context(reserved)
+            seat = ExitStack()  # is free once the replica has ended, if the client reads or not
+            note_sent = seat.enter_context(reserved)
+            ends.callback(seat.close)
             pull = None if is_loaded else self._pulls.plan(request, replica)
             pulled = await self._pulls.borrow(request, pull, own)
             ends.callback(pulled.release)
@@ -198,7 +200,7 @@ class DecodeStage:
                 start.prefix.CopyFrom(pulled.message)
             start.skip_lookup = not is_loaded and handoff.has_waited_in_vain
             progress.write_to(start)
-            stream = replica.connection.start(command)
+            stream = replica.connection.start(command, seat.close)
             ends.callback(stream.close)
             note_sent()
             replica.log_start(spec)

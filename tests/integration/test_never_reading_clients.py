@@ -119,7 +119,7 @@ def leave(client: socket.socket) -> None:
 
 
 async def test_http_streams_that_are_not_read(tmp_path):
-    decode = FakeDecode(SCRIPT)
+    decode = FakeDecode(SCRIPT, max_num_seqs=2 * NUM_CLIENTS)
     async with running_workers(decode), running_router_process(decode, tmp_path) as router:
         assert await router.complete() == tokenizer().decode(SCRIPT[:2])
         before = router.memory_bytes()
@@ -140,7 +140,7 @@ async def test_http_streams_that_are_not_read(tmp_path):
 
 
 async def test_grpc_streams_that_are_not_read(tmp_path):
-    decode = FakeDecode(SCRIPT)
+    decode = FakeDecode(SCRIPT, max_num_seqs=2 * NUM_CLIENTS)
     async with running_workers(decode), running_router_process(decode, tmp_path) as router:
         await router.complete()
         before = router.memory_bytes()
@@ -164,7 +164,7 @@ async def test_grpc_streams_that_are_not_read(tmp_path):
 
 
 async def test_clients_that_leave_free_the_decode_tier(tmp_path):
-    decode = FakeDecode(SCRIPT, pause_after=3)
+    decode = FakeDecode(SCRIPT, pause_after=3, max_num_seqs=2 * NUM_CLIENTS)
     async with running_workers(decode), running_router_process(decode, tmp_path) as router:
         clients = [await start_client(router.http_port) for _ in range(NUM_CLIENTS)]
         await until(lambda: len(decode.running) == NUM_CLIENTS)

@@ -1,6 +1,7 @@
 """`DecodeConnection`, the router's end of a Connect stream, without a server."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -80,6 +81,22 @@ async def test_unread_outputs_are_merged(connected):
     assert merged.cached_tokens == 5
     assert merged.finish_reason == "stop"
     assert list((await b.read()).token_ids) == [9]
+
+
+async def test_a_request_ends_on_the_replica_before_its_outputs_are_read(connected):
+    """Clients that do not read must not seem to take the seats of a replica."""
+    stub, connection, _ = connected
+    ended = []
+    streams = [connection.start(start_command(name), partial(ended.append, name)) for name in "ab"]
+    stub.send(make_output("a", 1), make_output("b", 2))
+    await stub.responses.join()
+    assert not ended
+    stub.send(make_output("a", 3, finish_reason=common_pb2.FINISH_REASON_STOP))
+    await stub.responses.join()
+    assert ended == ["a"]
+    assert list((await streams[0].read()).token_ids) == [1, 3]
+    streams[1].fail(ReplicaLostError("lost"))
+    assert ended == ["a", "b"]
 
 
 async def test_a_request_that_is_too_large_for_a_message_is_refused_alone(connected):
