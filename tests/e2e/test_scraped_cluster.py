@@ -157,7 +157,7 @@ def test_no_panel_of_the_dashboard_is_empty(scraped):
 def test_alerts_are_quiet(scraped):
     groups = scraped.ask("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
-    assert len(rules) == 10
+    assert len(rules) == 11
     assert {rule["name"]: (rule["health"], rule["state"]) for rule in rules} == {
         rule["name"]: ("ok", "inactive") for rule in rules
     }
