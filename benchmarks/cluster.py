@@ -101,7 +101,8 @@ async def served_cluster(
     Args:
         engine: configures every worker. Without a `kv_connector`, the cluster gets a store of
             its own.
-        num_prefill: 0 makes the decode worker compute prompts too.
+        num_prefill: 0 makes the decode worker compute prompts too. Otherwise they compute all
+            prompts, even those that decode would compute sooner: the split is what is measured.
 
     Raises:
         ConfigurationError: a process ended before it served.
@@ -110,7 +111,8 @@ async def served_cluster(
         if engine.kv_connector is None:
             engine = replace(engine, kv_connector=stack.enter_context(embedded_store()))
         config = ClusterConfig.grpc_only(engine, num_prefill=num_prefill)
-        router = replace(config.router, metrics=MetricsConfig(port=0))
+        metrics = MetricsConfig(port=0)
+        router = replace(config.router, metrics=metrics, max_local_prefill_tokens=0)
         async with (
             running_cluster(replace(config, router=router)) as plan,
             AsyncClient(plan.router.address) as client,
