@@ -11,10 +11,10 @@ __all__ = ["RegistrationRelay", "RegistrationServicer"]
 
 
 class RegistrationRelay(Protocol):
-    """Tells the other processes of a router, each of which has its own announcements."""
+    """Informs the other processes of a router, each of which has its own announcements."""
 
     async def announce(self, request: registration_pb2.AnnounceRequest) -> None:
-        """Passes an announcement on. One that does not answer hears of the next renewal."""
+        """Passes an announcement on. One that does not answer gets the next renewal."""
 
     async def withdraw(self, request: registration_pb2.WithdrawRequest) -> None:
         """Passes a withdrawal on."""
@@ -25,7 +25,7 @@ class RegistrationServicer(registration_pb2_grpc.RegistrationServiceServicer):
 
     Args:
         announcements: gets the workers.
-        relay: tells other processes; None if there are none, or if they have been told.
+        relay: informs other processes; None if there are none, or if they know already.
     """
 
     def __init__(

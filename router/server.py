@@ -122,7 +122,7 @@ class RouterService(Service):
             Model(model, config, own_files, *parts)
             for model, own_files in zip(config.models, files, strict=True)
         )
-        # What other processes of the router relay, it relays to nobody.
+        # What other processes of the router relay, it does not relay again.
         self._registration = None if announcements is None else RegistrationServicer(announcements)
         if announcements is not None:
             server.add_servicer(

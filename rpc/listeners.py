@@ -80,7 +80,7 @@ def _reserve(listener: socket.socket, address: Any) -> None:
 def _name_reserved(address: tuple[Any, ...]) -> socket.socket:
     """Returns a socket that has the only name for a reserved address in this network namespace.
 
-    Two sockets that nobody listens at can be bound to one address, as they must not mind the
+    Two sockets that do not listen yet can be bound to one address, as they must not mind the
     connections of an earlier server (SO_REUSEADDR). Servers that start at the same time would
     share the port.
 

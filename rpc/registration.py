@@ -261,7 +261,7 @@ class RegisteredService(Service):
         Args:
             service: the service.
             config: the flags.
-            address: what routers are told.
+            address: what routers are to call.
             labels: returns the worker's own labels now: its model and its role.
             security: what this process shows to routers.
         """

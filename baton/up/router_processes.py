@@ -228,7 +228,7 @@ async def _serving_metrics(
 
 
 def _reserve_ports(config: RouterConfig, stack: ExitStack) -> RouterConfig:
-    """Returns the config of a process, with ports that nobody else can take while the stack is
+    """Returns the config of a process, with ports that no other process can take while the stack is
     open.
 
     Raises:

@@ -76,9 +76,9 @@ class Load:
         demands: what tenants ask for.
         machines: the replicas.
         timeout_s: the deadline of all requests.
-        comes_back: whether clients come back once when they were told to.
+        comes_back: whether clients come back once when they were asked to.
         limits_sending: whether requests wait in the router; False: in the replicas' queues.
-        is_fair: whether the router tells tenants apart.
+        is_fair: whether the router distinguishes tenants.
         slo: objectives of all requests.
         seed: of arrivals and lengths.
     """

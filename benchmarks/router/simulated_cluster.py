@@ -228,7 +228,7 @@ class SimulatedCluster:
         machines: the replicas.
         limits_sending: whether requests wait in the router until one would start soon, as they do
             in the router proper. Otherwise they wait in the queues of the replicas.
-        is_fair: whether the router tells tenants apart.
+        is_fair: whether the router distinguishes tenants.
 
     Attributes:
         jobs: those that have ended.

@@ -70,7 +70,7 @@ class BlocksSaved:
     Attributes:
         sequence_number: see `BlocksStored`.
         keys: keys of transfer blocks.
-        ttl_s: how long they stay there at least if nobody reads them; 0.0 if that is not known.
+        ttl_s: how long they stay there at least without being read; 0.0 if that is not known.
     """
 
     sequence_number: int

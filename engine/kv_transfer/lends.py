@@ -102,7 +102,7 @@ class Lends:
         """Ends all leases, as a request of this engine lacks blocks.
 
         Returns:
-            How many blocks, without slots, come free when nobody reads them any more.
+            How many blocks, without slots, come free when they are no longer read.
         """
         lends = [job for job in self._jobs.lends() if not job.is_stopped]
         for job in lends:

@@ -125,7 +125,7 @@ class ModelConfig(ABC):
 
     @property
     def kv_variant(self) -> str:
-        """Text that tells apart KV that models of one checkpoint compute in different ways."""
+        """Text that distinguishes KV that models of one checkpoint compute in different ways."""
         return ""
 
     def limited_to(self, max_model_len: int) -> Self:

@@ -42,7 +42,7 @@ class ExpertStorage(Enum):
     def stored_as(self, names: Iterable[str]) -> "ExpertStorage":
         """Returns the form that a checkpoint with tensors of these names has instead of this one.
 
-        Names do not tell `JOINED` and `INTERLEAVED` apart: a family has one of them.
+        Names do not distinguish `JOINED` and `INTERLEAVED`: a family has one of them.
         """
         for name in names:
             if name.endswith(f"{_GATE_UP}_blocks"):

@@ -1,6 +1,6 @@
 """`Scheme`: how a checkpoint's weights are quantized, by config.json's `quantization_config`. Pure.
 
-Bits, groups and zero points of a layer are told by the shapes of its tensors
+Bits, groups and zero points of a layer follow from the shapes of its tensors
 (`engine.runtime.weights.quantized`). Here are refused the values of fields whose weights would be
 read wrongly, or not at all.
 """
@@ -43,8 +43,8 @@ class Scheme:
 
     Attributes:
         kind: the form of its tensors.
-        bits: of an integer, where a layer's tensors do not tell.
-        group: number of columns that share a scale, where they do not tell; None for all.
+        bits: of an integer, where a layer's tensors do not show it.
+        group: number of columns that share a scale, where they do not show it; None for all.
         zero_offset: the number that stored zero points lack.
         is_symmetric: whether all zero points are the middle of the integers' range.
         has_column_order: whether the columns of a group of compressed-tensors may lie apart.

@@ -265,7 +265,7 @@ class Scheduler:
 
         Args:
             is_bounded: whether its prompts are bounded by time. A step that tries a group alone
-                is not: nobody decodes in it.
+                is not: no sequence decodes in it.
         """
         began_at, num_decoding = self._times.now(), len(self._decoding)
         num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in self._chunking())

@@ -2,13 +2,13 @@
 
 Routers learn from the same measurements how fast an engine is (`prompt_token_s`, `full_step_s`).
 
-Whoever decodes waits for the whole step, so a step's prompts lengthen the gap between the tokens
-of all streams. A number of tokens says little about that time: 2,048 take a GPU some milliseconds,
-and two cores of a CPU seconds. A step of n tokens takes about `fixed_s + n * token_s`; both are
-means over the steps so far.
+Sequences that decode wait for the whole step, so a step's prompts lengthen the gap between the
+tokens of all streams. A number of tokens says little about that time: 2,048 take a GPU some
+milliseconds, and two cores of a CPU seconds. A step of n tokens takes about
+`fixed_s + n * token_s`; both are means over the steps so far.
 
-Nothing is bounded while nobody decodes, neither here nor in another engine that takes turns on the
-same cores: then prompts are computed in the fewest steps.
+Nothing is bounded while no sequence decodes, neither here nor in another engine that takes turns on
+the same cores: then prompts are computed in the fewest steps.
 """
 
 import sys

@@ -86,8 +86,8 @@ class FairShares:
         self._num_waiting += 1
 
     def leave(self, share: Share) -> None:
-        """Ends what `join` began. Once no request waits, what was used is forgotten: it has kept
-        nobody waiting.
+        """Ends what `join` began. Once no request waits, what was used is forgotten: it has made
+        no request wait.
         """
         account = self._accounts[share.tenant]
         account.num_waiting -= 1

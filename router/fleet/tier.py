@@ -9,7 +9,7 @@ An address may be a replica set, which has no WorkerService. Its workers are the
 addresses that discovery lists. A set that cannot be reached keeps the workers that it had.
 
 Workers change their role, so each tier follows the addresses of the other one, too. A worker that
-serves in the other tier is asked again when that tier hears of another role, or has lost it; one
+serves in the other tier is asked again when that tier sees another role, or has lost it; one
 that serves in neither, every second.
 """
 

@@ -31,7 +31,7 @@ def _always(process: int) -> bool:
 
 
 class Counts:
-    """The counts of one client, which nobody else changes while they are open.
+    """The counts of one client, which nothing else changes while they are open.
 
     Args:
         cells: the numbers of two buckets, then for each process how many requests run there.

@@ -35,7 +35,7 @@ class ProcessLink:
         process: ProcessServicer,
         registration: RegistrationServicer | None,
     ) -> None:
-        """Begins to answer the others, which tells the parent that this process listens.
+        """Begins to answer the others, which shows the parent that this process listens.
 
         Raises:
             ConfigurationError: the socket cannot be made.

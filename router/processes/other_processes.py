@@ -73,7 +73,7 @@ class OtherProcesses:
             ) from None
 
     async def announce(self, request: registration_pb2.AnnounceRequest) -> None:
-        """Passes the announcement of a worker on. One that does not answer hears of the next
+        """Passes the announcement of a worker on. One that does not answer gets the next
         renewal.
         """
         await self._relay(lambda stub: stub.Announce(request, timeout=_TIMEOUT_S))

@@ -6,7 +6,7 @@ nothing moves, and a row is found by looking at one bucket.
 
     row      key (16 bytes) | two token buckets (2 numbers each) | running requests, by process
 
-Nobody leads, and nothing needs to be handed over when a process dies:
+There is no leader, and nothing needs to be handed over when a process dies:
 
 - Running requests are counted by process. Each process holds the lock of a file while it lives;
   whoever finds a limit reached looks whether the processes that count for it still do (`Counts`).

@@ -278,7 +278,7 @@ def compare_places(
     """Compares the computation of a prompt by its decode replica and by a prefill replica.
 
     While decode computes a prompt, each of its sequences waits. If none runs yet, one is counted:
-    others will come. A prefill replica delays nobody who decodes, but the KV has to be moved.
+    others will come. A prefill replica delays no sequence that decodes, but the KV has to be moved.
 
     Args:
         decode: the replica that will generate.

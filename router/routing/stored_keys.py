@@ -1,7 +1,7 @@
 """`StoredKeys`: which blocks the shared stores probably have. Pure.
 
 Workers report what they have saved, and what they have looked for in vain. A store may evict
-blocks that nobody reports, so the answer is a guess, which a look-up of the worker corrects.
+blocks that no worker reports, so the answer is a guess, which a look-up of the worker corrects.
 """
 
 import math

@@ -87,7 +87,7 @@ class PrefillCall:
         replica: computes it.
         num_tokens: how many of its tokens the replica has to compute.
         pulls: asks another replica for the prompt's beginning.
-        pull: what to ask for; None to ask nobody.
+        pull: what to ask for; None to ask no replica.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`PrefixPulls`: prefixes that one replica lends to another, which computes the rest of a prompt.
 
 The router asks the replica that holds a prefix to lend it, and sends the terms with the request.
-Whatever fails costs a bounded time, and the prompt is computed as if nobody held its beginning.
+Whatever fails costs a bounded time, and the prompt is computed as if no replica held its beginning.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class PrefixPulls:
             attempt: the call of the worker that loads the prefix; notes where it comes from.
 
         Returns:
-            Where the prefix is, until the caller releases it; empty if nobody lends it.
+            Where the prefix is, until the caller releases it; empty if no replica lends it.
         """
         held = HeldHandoff()
         lender = self._lender(pull.holder.replica_id) if pull is not None else None

@@ -66,7 +66,7 @@ class Source(ABC):
 
     async def follow(self, on_change: Callable[[], None]) -> None:  # noqa: B027 - not for all kinds
         """Keeps the addresses current until it is cancelled. Returns at once for a source that
-        does not hear of changes.
+        is not informed of changes.
 
         Args:
             on_change: called after each change.

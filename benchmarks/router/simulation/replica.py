@@ -61,7 +61,7 @@ class Speeds:
 
 
 class SimulatedReplica(ABC):
-    """A worker: its pool, its queue and what it tells routers.
+    """A worker: its pool, its queue and what it reports to routers.
 
     Args:
         worker_id: names it.

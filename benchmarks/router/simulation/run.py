@@ -141,7 +141,7 @@ def simulate(setting: Setting, policy: str, num_routers: int, seed: int) -> Outc
     requests = setting.requests(seed)
     cluster = _Cluster(setting, policy, num_routers)
     source = random.Random(seed)
-    # A second in which routers hear of all replicas comes before the first request.
+    # A second in which routers find all replicas comes before the first request.
     for request in requests:
         request.arrival_s += 1.0
         router = source.choice(cluster.routers)

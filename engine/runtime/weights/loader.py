@@ -367,7 +367,7 @@ def _check_kind(
 def _fast_variant(
     model: CausalModel, described: DescribedModel, format_of: FormatOf, served: ServedFormats
 ) -> str:
-    """Returns a text for the fingerprint that tells how a rank computes fast products."""
+    """Returns a text for the fingerprint that says how a rank computes fast products."""
     ranks = model.part.ranks
     if ranks is None:
         return "fast"

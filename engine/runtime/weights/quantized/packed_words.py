@@ -80,7 +80,7 @@ def awq_layer(tensors: LayerTensors, scheme: Scheme) -> QuantizedLayer:
 def read_groups(
     tensors: LayerTensors, name: str, ordered: torch.Tensor
 ) -> tuple[torch.Tensor, bool]:
-    """Reads the group of each column, and tells whether groups follow each other.
+    """Reads the group of each column, and whether groups follow each other.
 
     Args:
         tensors: of the layer.
