@@ -14,7 +14,7 @@ from kernels.formats import FORMATS, WeightFormat
 from kernels.host import fresh_zeros
 from kernels.library.commands import NativeKernels
 from kernels.native.packed_weight import PANEL_ROWS, PanelWeight, num_panels
-from kernels.reference.quantized import quantize_rows
+from kernels.reference.quantized import as_blocks
 from kernels.weights import QuantizedForm, RowsOfWeight, ServedFormats, TensorWeight, WeightUse
 
 __all__ = ["SERVED_FORMATS", "BlockTable", "QuantizedWeight", "make_quantized_weight"]
@@ -59,7 +59,7 @@ class QuantizedWeight(PanelWeight):
 
     @override
     def pack(self, source: torch.Tensor | BlockRows, first: int, part: int) -> None:
-        blocks = _as_blocks(source, self.quantized.format)
+        blocks = as_blocks(source, self.quantized.format)
         assert blocks.num_columns % (blocks.format.block or 1) == 0
         self.library.pack_blocks(
             self.quantized.format.code,
@@ -109,7 +109,7 @@ class _TableRows(RowsOfWeight):
     def copy_(self, source: torch.Tensor | BlockRows) -> None:
         if tuple(source.shape) != self.shape:
             raise ValueError(f"source has shape {tuple(source.shape)}, not {self.shape}")
-        self._rows.copy_(_as_blocks(source, self._table.format).data)
+        self._rows.copy_(as_blocks(source, self._table.format).data)
 
     @override
     def part(self, first: int, count: int) -> "_TableRows":
@@ -132,18 +132,3 @@ def make_quantized_weight(
     num_bytes = library.quantized_bytes(code, num_panels(num_rows, use) * PANEL_ROWS, num_columns)
     data = fresh_zeros((num_bytes,), torch.uint8)
     return QuantizedWeight(*shape, use, data, library, form, dtype)
-
-
-def _as_blocks(source: torch.Tensor | BlockRows, weight_format: WeightFormat) -> BlockRows:
-    """Returns rows in a format, with neighbouring bytes adjacent.
-
-    Raises:
-        ValueError: they are in another one, or are numbers that cannot be rounded to it.
-    """
-    if isinstance(source, torch.Tensor):
-        return quantize_rows(source, weight_format)
-    if source.format != weight_format:
-        raise ValueError(f"source is {source.format.name}, not {weight_format.name}")
-    if source.data.stride(1) != 1:
-        return BlockRows(weight_format, source.data.contiguous(), source.num_columns)
-    return source

@@ -14,6 +14,7 @@ from kernels.formats import WeightFormat
 
 __all__ = [
     "BlockParts",
+    "as_blocks",
     "dequantize",
     "pack_rows",
     "quantize_rows",
@@ -113,6 +114,21 @@ def quantize_rows(tensor: torch.Tensor, weight_format: WeightFormat) -> BlockRow
         codes, scales, zeros = encode(_divided(tensor[piece].float(), block))
         data[piece] = pack_rows(weight_format, codes.flatten(1), scales, zeros).data
     return BlockRows(weight_format, data, num_columns)
+
+
+def as_blocks(source: torch.Tensor | BlockRows, weight_format: WeightFormat) -> BlockRows:
+    """Returns rows in a format, with neighbouring bytes adjacent.
+
+    Raises:
+        ValueError: they are in another one, or are numbers that cannot be rounded to it.
+    """
+    if isinstance(source, torch.Tensor):
+        return quantize_rows(source, weight_format)
+    if source.format != weight_format:
+        raise ValueError(f"source is {source.format.name}, not {weight_format.name}")
+    if source.data.stride(1) != 1:
+        return BlockRows(weight_format, source.data.contiguous(), source.num_columns)
+    return source
 
 
 def pack_rows(

@@ -5,7 +5,7 @@ float32 numbers for runs of columns. A number is `scale * (code - zero) + offset
 `kernels.dequantize`. Formats of five and six bits take eight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kernels.block_rows import BlockRows
 from kernels.formats import FORMATS, WeightFormat
-from kernels.reference.quantized import BlockParts, quantize_rows, take_apart
+from kernels.reference.quantized import BlockParts, as_blocks, take_apart
 from kernels.weights import QuantizedForm, RowsOfWeight, ServedFormats, TensorWeight
 
 __all__ = [
@@ -164,21 +164,25 @@ class _ScaledRows(RowsOfWeight):
         if tuple(source.shape) != self.shape:
             raise ValueError(f"source has shape {tuple(source.shape)}, not {self.shape}")
         weight_format, layout = self._weight.quantized.format, self._weight.layout
-        if isinstance(source, BlockRows) and source.format != weight_format:
-            raise ValueError(f"source is {source.format.name}, not {weight_format.name}")
         step = max(1, _PIECE_ELEMENTS // self._weight.num_columns)
         for start in range(0, len(self._rows), step):
-            rows = self._rows[start : start + step]
-            if isinstance(source, BlockRows):
-                piece = source.take(slice(start, start + step))
-                piece = BlockRows(weight_format, piece.data.to(rows.device), piece.num_columns)
-            else:
-                piece = quantize_rows(source[start : start + step].to(rows.device), weight_format)
-            _write_rows(rows, layout, take_apart(piece))
+            part = slice(start, start + step)
+            rows, piece = self._rows[part], _moved(source, part, self._rows.device)
+            _write_rows(rows, layout, take_apart(as_blocks(piece, weight_format)))
 
     @override
     def part(self, first: int, count: int) -> "_ScaledRows":
         return _ScaledRows(self._weight, self._rows[first : first + count])
+
+
+def _moved(
+    source: torch.Tensor | BlockRows, part: slice, device: torch.device
+) -> torch.Tensor | BlockRows:
+    """Returns some rows on a device."""
+    if isinstance(source, torch.Tensor):
+        return source[part].to(device)
+    rows = source.take(part)
+    return replace(rows, data=rows.data.to(device))
 
 
 def _write_rows(rows: torch.Tensor, layout: RowLayout, parts: BlockParts) -> None:
