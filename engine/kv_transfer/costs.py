@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.runner import StepCosts
 
-__all__ = ["LoadCosts", "LoadEstimate"]
+__all__ = ["MAX_SILENCE_S", "LoadCosts", "LoadEstimate"]
 
 # Loads that take at most this long are always worth it: they leave the step to other requests.
 _ALWAYS_WORTH_S = 0.05
@@ -26,7 +26,7 @@ _PROBE_INTERVAL_S = 5.0
 # Loads are not judged before this many have ended: the first ones connect and warm up caches.
 _MIN_LOADS = 4
 # Loads say nothing of a store's speed any more when they ended this long ago.
-_MAX_SILENCE_S = 60.0
+MAX_SILENCE_S = 60.0
 # Each load that ends multiplies the weight of those before it by this.
 _KEPT_WEIGHT = 0.8
 
@@ -100,7 +100,7 @@ class LoadCosts:
         ended in the last minute. Routers would never try again a store that was slow once, if its
         speed then counted forever.
         """
-        has_news = now - self._learned_at <= _MAX_SILENCE_S
+        has_news = now - self._learned_at <= MAX_SILENCE_S
         return self._line.x / self._line.y if has_news and self._line.y > 0 else 0.0
 
     # Loads that run.

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.kv_cache.events import KvEvent
+from engine.kv_transfer.costs import MAX_SILENCE_S
 from engine.loop.core import EngineCore
 from engine.request import EngineLoad, EngineOutput
 from engine.schedule.scheduler import Scheduler
@@ -119,10 +120,12 @@ class EngineThread:
         token_s = load.prompt_token_s
         num_computed = self._core.step_watch.num_computed(token_s)
         num_queued_tokens = max(load.num_queued_tokens - num_computed, 0)
+        silent_s = time.monotonic() - self._called_at  # an idle engine does not update its load
         return replace(
             load,
             num_queued_tokens=num_queued_tokens,
             queued_prompt_s=num_queued_tokens * token_s,
+            load_bytes_per_s=load.load_bytes_per_s if silent_s <= MAX_SILENCE_S else 0.0,
             age_s=self._load_age_s(),
         )
 

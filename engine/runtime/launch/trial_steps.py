@@ -20,6 +20,8 @@ __all__ = ["TrialSteps"]
 
 _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 32
+_TIMED_S = 0.05
+"""Chunks are timed until so many seconds have passed, at least one."""
 _DUMMY_DRAW = DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0)
 _DUMMY_RULED_DRAW = replace(_DUMMY_DRAW, rules=LogitRules(1, repetition_penalty=2.0))
 
@@ -145,13 +147,21 @@ class TrialSteps:
         return pool, StateMemory.of(region, states, len(self._info.windows))
 
     def time_prompt_token(self) -> float:
-        """Measures the seconds per token of a long chunk. `profile` has warmed up before."""
+        """Measures the seconds per token of a long chunk. `profile` has warmed up before.
+
+        Other workers may start on the same cores, and routers compare replicas by this until
+        prompts have been measured. So short chunks are timed more than once, and the fastest
+        counts.
+        """
         num_tokens = self._config.max_num_batched_tokens
         if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
-        start = time.perf_counter()
-        num_tokens = self.run(num_tokens, max_seqs=1)
-        return (time.perf_counter() - start) / num_tokens
+        began_at, times = time.perf_counter(), []
+        while not times or time.perf_counter() - began_at < _TIMED_S:
+            start = time.perf_counter()
+            num_computed = self.run(num_tokens, max_seqs=1)
+            times.append((time.perf_counter() - start) / num_computed)
+        return min(times)
 
 
 def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:

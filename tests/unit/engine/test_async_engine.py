@@ -20,6 +20,7 @@ from baton.common.errors import (
 from engine import step_watch as step_watch_module
 from engine.batch import ScheduledBatch, StepOutput
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from engine.kv_transfer.costs import MAX_SILENCE_S
 from engine.loop.async_engine import AsyncEngine
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput, EngineRequest, FinishReason
@@ -565,3 +566,13 @@ async def test_the_queue_of_a_load_falls_with_each_chunk_and_within_it(
     finally:
         runner.free()
         await engine.close()
+
+
+async def test_an_idle_engine_forgets_how_fast_loads_were(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = engine._thread
+    thread.load = replace(thread.load, load_bytes_per_s=1e6)
+    assert engine.load().load_bytes_per_s == 1e6
+    monkeypatch.setattr(thread, "_called_at", time.monotonic() - 2 * MAX_SILENCE_S)
+    assert engine.load().load_bytes_per_s == 0
