@@ -156,7 +156,8 @@ class TrialSteps:
         num_tokens = self._config.max_num_batched_tokens
         if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
-        began_at, times = time.perf_counter(), []
+        times: list[float] = []
+        began_at = time.perf_counter()
         while not times or time.perf_counter() - began_at < _TIMED_S:
             start = time.perf_counter()
             num_computed = self.run(num_tokens, max_seqs=1)
