@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +16,22 @@ NUM_TOKENS = 60
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("what", ["step", "lock"])
-async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path, what):
-    model, prompt, path = tiny_checkpoint("llama"), prompt_of(40), tmp_path / "hang"
+async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path: Path) -> None:
+    """Both clusters start and wait at the same time."""
+    async with asyncio.TaskGroup() as checks:
+        for what in ("step", "lock"):
+            (tmp_path / what).mkdir()
+            checks.create_task(check_hang(tmp_path / what, what))
+
+
+async def check_hang(folder: Path, what: str) -> None:
+    """Hangs a replica in a step, or in one that holds the interpreter's lock."""
+    model, prompt, path = tiny_checkpoint("llama"), prompt_of(40), folder / "hang"
     flags = ["--logits-processors=tests.support.logits_processors:Hang", "--step-timeout-s=2"]
     async with running_cluster(
-        tmp_path,
+        folder,
         model=model,
-        kv_connector=f"file://{tmp_path}/kv",
+        kv_connector=f"file://{folder}/kv",
         num_decode=2,
         worker_flags=flags,
     ) as cluster:

@@ -18,7 +18,7 @@ from tests.support.fake_workers import MODEL, FakeDecode, running_workers
 from tests.support.running_router import request, text_of, token_ids_of, tokenizer
 from tests.support.tokenizer_folders import write_byte_level_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_CLIENTS = 200
 NUM_TOKENS = 250
