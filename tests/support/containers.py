@@ -242,7 +242,7 @@ class ComposeProject:
 
 def _copy_sources(folder: Path) -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    for name in (line[1:] for line in lines if line.startswith("!")):
+    for name in ("Dockerfile", *(line[1:] for line in lines if line.startswith("!"))):
         if (ROOT / name).is_dir():
             others = shutil.ignore_patterns("__pycache__", "objects", "results")
             shutil.copytree(ROOT / name, folder / name, ignore=others)
