@@ -3,29 +3,19 @@
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import pytest_asyncio
 
-from tests.support import cluster as clusters
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.containers import ComposeProject, NoContainersError, container_engine
-from tests.support.fork_server import ForkServer
 from tests.support.http_cluster import HttpCluster, running_http_cluster
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-@pytest.fixture(scope="package", autouse=True)
-def forked_servers(fork_server: ForkServer) -> Iterator[None]:
-    """Forks the processes of clusters; `baton serve` and compose start theirs in full."""
-    with mock.patch.object(clusters, "subprocess", fork_server.subprocess):
-        yield
 
 
 # Clusters end with the tests of this folder: idle ones would take time from all later tests.

@@ -3,18 +3,14 @@
 import asyncio
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from baton.client import AsyncClient
 from baton.common.request.sampling_params import SamplingParams
 from kernels.library.commands import library
-from tests.support import cluster as cluster_module
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import ServerProcess, get_load, running_cluster
 
@@ -26,13 +22,6 @@ pytestmark = [
 
 NUM_TOKENS = 300
 SOON = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def real_starts() -> Iterator[None]:
-    """Starts the processes of clusters in full, as workers start those of their ranks."""
-    with mock.patch.object(cluster_module, "subprocess", subprocess):
-        yield
 
 
 @pytest.mark.parametrize(
