@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the tests that the expression $1 of marks selects, all if it is empty, with the further arguments
-# of pytest: first those marked `alone`, then the others in four processes at once.
+# Runs the tests that the expression $1 of marks selects, with the further arguments of pytest:
+# first those marked `alone`, then the others in three processes at once.
 # The closing line of the second run of pytest is the last line printed.
 set -eu
 cd "$(dirname "$0")/.."
-marks=${1:+$1 and }
+marks=$1
 shift
 
 # Tests start hundreds of processes, each of which would compile Baton's modules anew.
@@ -22,11 +22,11 @@ run_part() {
     esac
 }
 
-run_part .venv/bin/python -m pytest -m "${marks}alone" "$@"
-# Four, since tests wait for other processes and for timeouts during a good part of their time. More
+run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
+# Three, since tests wait for other processes and for timeouts during a part of their time. More
 # threads than cores would wait for each other. In the order of the folders, the files that take long
 # do not come last.
 run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-    .venv/bin/python -m pytest --numprocesses 4 --dist loadfile \
-    --no-loadscope-reorder -m "${marks}not alone" "$@"
+    .venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
+    --no-loadscope-reorder -m "$marks and not alone" "$@"
 exit $status
