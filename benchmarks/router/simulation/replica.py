@@ -108,6 +108,13 @@ class SimulatedReplica(ABC):
         self._loop = asyncio.get_running_loop()
         self._on_events, self._on_report = on_events, on_report
         self._is_reporting = False
+        self._fixed_load = worker_pb2.WorkerLoad(
+            num_blocks=machine.num_blocks,
+            role=role,
+            prompt_token_s=machine.prompt_token_s,
+            decode_step_s=machine.full_step_s,
+            load_bytes_per_s=machine.load_bytes_per_s,
+        )
 
     def start(self) -> None:
         """Sends the beginning of the events, and the first load."""
@@ -169,15 +176,10 @@ class SimulatedReplica(ABC):
         return False
 
     def _base_load(self) -> worker_pb2.WorkerLoad:
-        machine, kv = self.machine, self.kv
-        return worker_pb2.WorkerLoad(
-            num_free_blocks=kv.pool.num_free,
-            num_blocks=machine.num_blocks,
-            num_cached_blocks=kv.pool.num_cached,
-            prefix_cache_queries=kv.num_queries,
-            prefix_cache_hits=kv.num_hits,
-            role=self.info.role,
-            prompt_token_s=machine.prompt_token_s,
-            decode_step_s=machine.full_step_s,
-            load_bytes_per_s=machine.load_bytes_per_s,
-        )
+        load = worker_pb2.WorkerLoad()
+        load.CopyFrom(self._fixed_load)
+        load.num_free_blocks = self.kv.pool.num_free
+        load.num_cached_blocks = self.kv.pool.num_cached
+        load.prefix_cache_queries = self.kv.num_queries
+        load.prefix_cache_hits = self.kv.num_hits
+        return load
