@@ -46,7 +46,7 @@ _PARTS = {
     "connections": _Part(measure_connections, connection_table, is_default=False),
     # Takes ten minutes and some GB of memory.
     "workers": _Part(measure_workers, workers_table, is_default=False),
-    # Takes an hour.
+    # Takes 20 minutes.
     "policies": _Part(measure_policies, policy_table, is_default=False),
 }
 

@@ -284,7 +284,7 @@ def measure_overload(*, is_smoke: bool) -> Sequence[OverloadRow]:
     Args:
         is_smoke: for a short time, whose figures mean nothing.
     """
-    seconds = 4.0 if is_smoke else 20.0
+    seconds = 2.0 if is_smoke else 20.0
     peak = max(
         simulate(Load((Phase(seconds, load),))).goodput(seconds / 2, seconds) for load in _LOADS
     )
