@@ -31,9 +31,9 @@
       if (problem) return problem;
     }
   }
-  view.update("# a\\n\\nb");
+  view.update("# a\n\nb");
   const first = root.firstChild;
-  view.update("# a\\n\\nb and *c*");
+  view.update("# a\n\nb and *c*");
   const isKept = root.firstChild === first && root.textContent === "ab and c";
   root.remove();
   return [isKept, window.hacked ?? null, slowest];

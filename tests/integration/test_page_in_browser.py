@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
@@ -12,11 +13,11 @@ from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, FakePrefill
 from tests.support.running_http import running_http
 from tests.support.running_router import script_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 HACK = "window.hacked=1"
 IMAGE = f"<img src=x onerror={HACK}>"
-TOOL_CALL = json.dumps({"name": IMAGE, "arguments": {"city": IMAGE}})
+TOOL_CALL = json.dumps({"name": "f", "arguments": {"city": IMAGE}})
 ANSWER = f"""<think>I think {IMAGE}</think># Title
 
 **bold** {IMAGE} <script>{HACK}</script> [a link](javascript:{HACK}) [good](https://example.org)
@@ -51,12 +52,18 @@ async def answered(tab, number: int) -> None:
     await tab.until("document.getElementById('stop').hidden")
 
 
-async def test_an_answer_is_text_whatever_it_contains(tmp_path):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory):
+    async with running_browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+async def test_an_answer_is_text_whatever_it_contains(browser):
     script = [*script_of(ANSWER), EOS_TOKEN_ID]
     names = ("scripted", IMAGE)
     workers = FakePrefill(script), FakeDecode(script)
     config = chat_config(served_model_name=names)
-    async with running_browser(tmp_path) as browser, running_http(*workers, **config) as server:
+    async with running_http(*workers, **config) as server:
         tab = await browser.open(server.url)
         await tab.until("document.querySelectorAll('#setting-model option').length === 2")
         await tab.write(
@@ -72,9 +79,11 @@ async def test_an_answer_is_text_whatever_it_contains(tmp_path):
             assert shown in answer
         links = "Array.from(document.querySelectorAll('.message a'), (link) => link.href)"
         assert await tab.evaluate(links) == ["https://example.org/"]
-        assert await tab.evaluate("document.querySelector('.reasoning').open") is False
-        assert IMAGE in await tab.evaluate("document.querySelector('.reasoning').textContent")
-        assert IMAGE in await tab.text(".call")
+        assert await tab.evaluate("document.querySelector('.assistant .reasoning').open") is False
+        assert IMAGE in await tab.evaluate(
+            "document.querySelector('.assistant .reasoning').textContent"
+        )
+        assert IMAGE in await tab.text(".assistant .call")
         facts = await tab.text(".message.assistant .facts")
         assert "first token" in facts
         assert "tokens/s" in facts
@@ -91,13 +100,10 @@ async def test_an_answer_is_text_whatever_it_contains(tmp_path):
         assert tab.problems == []
 
 
-async def test_an_answer_is_stopped_and_made_again(tmp_path):
+async def test_an_answer_is_stopped_and_made_again(browser):
     script = script_of("and so on " * 100)
     prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=3)
-    async with (
-        running_browser(tmp_path) as browser,
-        running_http(prefill, decode, **chat_config(reasoning_parser=None)) as server,
-    ):
+    async with running_http(prefill, decode, **chat_config(reasoning_parser=None)) as server:
         tab = await browser.open(server.url)
         await tab.write("#prompt", "Go")
         await tab.press("Enter")
@@ -118,10 +124,10 @@ async def test_an_answer_is_stopped_and_made_again(tmp_path):
         assert tab.problems == []
 
 
-async def test_odd_markdown_is_harmless_and_fast(tmp_path):
+async def test_odd_markdown_is_harmless_and_fast(browser):
     script = ODD_MARKDOWN.read_text().replace("PARTS", json.dumps(PARTS))
     decode = FakeDecode(script_of("a"))
-    async with running_browser(tmp_path) as browser, running_http(decode) as server:
+    async with running_http(decode) as server:
         tab = await browser.open(server.url)
         is_kept, hacked, slowest_ms = await tab.evaluate(script)
         assert (is_kept, hacked) == (True, None)
@@ -130,11 +136,11 @@ async def test_odd_markdown_is_harmless_and_fast(tmp_path):
         assert tab.problems == []
 
 
-async def test_stored_rubbish_is_no_conversation(tmp_path):
+async def test_stored_rubbish_is_no_conversation(browser):
     stored = [None, 5, {"role": "system"}, {"role": "user", "content": IMAGE, "calls": 3}]
     stored.append({"role": "assistant", "calls": [None, {"name": IMAGE}], "facts": IMAGE})
     decode = FakeDecode(script_of("a"))
-    async with running_browser(tmp_path) as browser, running_http(decode) as server:
+    async with running_http(decode) as server:
         tab = await browser.open(server.url)
         for name, value in (("conversation", json.dumps(stored)), ("settings", "{")):
             await tab.evaluate(f"localStorage.setItem('baton.{name}', {json.dumps(value)})")

@@ -19,6 +19,7 @@ _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
     *("--no-first-run", "--disable-background-networking", "--disable-extensions"),
     *("--disable-component-update", "--remote-debugging-pipe", "--hide-scrollbars"),
+    "--window-size=1280,900",
 )
 _TIMEOUT_S = 60.0
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -116,18 +117,18 @@ class Tab:
         assert "exceptionDetails" not in result, (script, result["exceptionDetails"])
         return result["result"].get("value")
 
-    async def until(self, condition: str) -> Any:
-        """Waits until an expression is true; returns its value."""
+    async def until(self, condition: str) -> None:
+        """Waits until an expression is true."""
         deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
-        while not (value := await self.evaluate(condition)):
+        while not await self.evaluate(f"Boolean({condition})"):
             shown = await self.evaluate("document.body.innerText.slice(0, 3000)")
             assert asyncio.get_running_loop().time() < deadline, (condition, shown, self.problems)
             await asyncio.sleep(0.02)
-        return value
 
     async def write(self, selector: str, text: str) -> None:
         """Writes a text into a field, as a keyboard does."""
-        await self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+        field = f"document.querySelector({json.dumps(selector)})"
+        assert await self.evaluate(f"{field}.focus(), document.activeElement === {field}")
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:

@@ -58,7 +58,8 @@ function overview(samples) {
   const sum = (counts) => Object.values(counts ?? {}).reduce((total, count) => total + number(count), 0);
   const finished = (state) => sum(state.cluster.activity?.finished);
   const failed = (state) => sum(state.cluster.activity?.failed);
-  const waiting = Object.entries(activity.waiting ?? {}).map(([model, count]) => `${model}: ${count}`);
+  const waiting = Object.entries(activity.waiting ?? {}).filter(([, count]) => number(count))
+    .map(([model, count]) => `${model}: ${count}`);
   const codes = Object.entries(activity.failed ?? {}).map(([code, count]) => `${count} ${code}`);
   const facts = [
     ["Router", `version ${version}, up ${duration(uptime ?? 0)}, ${number(processes)} process(es)`],
