@@ -40,8 +40,14 @@ function section(key, title, ...children) {
 
 function table(label, heads, rows) {
   return h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": label },
-    h("table", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+    h("table", {}, h("thead", {}, h("tr", {}, heads.map(headCell))),
       h("tbody", {}, rows)));
+}
+
+// A name that begins with ">" is that of a column of numbers.
+function headCell(name) {
+  const isNumber = name.startsWith(">");
+  return h("th", { scope: "col", class: isNumber && "right" }, isNumber ? name.slice(1) : name);
 }
 
 function warnings(state) {
@@ -60,9 +66,10 @@ function overview(samples) {
   const failed = (state) => sum(state.cluster.activity?.failed);
   const waiting = Object.entries(activity.waiting ?? {}).filter(([, count]) => number(count))
     .map(([model, count]) => `${model}: ${count}`);
+  const several = number(processes) > 1 ? `, ${processes} processes` : "";
   const codes = Object.entries(activity.failed ?? {}).map(([code, count]) => `${count} ${code}`);
   const facts = [
-    ["Router", `version ${version}, up ${duration(uptime ?? 0)}, ${number(processes)} process(es)`],
+    ["Router", `version ${version}, up ${duration(uptime ?? 0)}${several}`],
     ["Requests", `${number(activity.num_running)} running, ${short(samples.rate(finished))}/s, `
       + `${short(finished(samples.now))} finished, ${number(activity.finished?.CANCELLED)} cancelled, `
       + `${number(activity.num_resumes)} resumed`],
@@ -98,8 +105,8 @@ function times(recent) {
 function replicaTable(samples, replicas, state) {
   const seats = new Map(state.configuration.workers.map((w) => [w.address, number(w.max_num_seqs)]));
   const hidden = number(state.num_hidden_replicas);
-  const heads = ["tier", "replica", "state", "run", "wait", "queue", "KV", "tokens/s", "prompt/s", "hits",
-    "last five minutes"];
+  const heads = ["tier", "replica", "state", ">run", ">wait", ">queue", ">KV", ">tokens/s", ">prompt/s",
+    ">hits", "last five minutes"];
   return [
     replicas.length
       ? table("Replicas", heads, replicas.map((replica) => replicaRow(samples, replica, seats)))
@@ -154,7 +161,7 @@ function errorList(activity) {
 
 function prefixIndex(counts) {
   if (!counts.length) return h("p", { class: "dim" }, "No replica tells of its prefix cache.");
-  return table("Prefix index", ["tier", "replica", "blocks known here", "blocks on the replica", "news"],
+  return table("Prefix index", ["tier", "replica", ">blocks known here", ">blocks on the replica", "news"],
     counts.map((count) => h("tr", {}, h("td", {}, count.tier), h("td", {}, endOf(count.replica, 40)),
       h("td", { class: "right" }, short(count.believed)), h("td", { class: "right" }, short(count.held)),
       h("td", {}, newsOf(count)))));
@@ -171,7 +178,7 @@ function configuration({ router, workers }) {
     h("td", {}, worker.kv_connector || "none"),
     h("td", { class: "right" }, `${short(worker.num_blocks)} × ${worker.pool_block_size}`),
     h("td", { class: "right" }, short(worker.max_model_len)), h("td", { class: "right" }, worker.max_num_seqs)));
-  const heads = ["worker", "model", "KV", "connector", "blocks × tokens", "longest sequence", "seats"];
+  const heads = ["worker", "model", "KV", "connector", ">blocks × tokens", ">longest sequence", ">seats"];
   return [
     h("details", {}, h("summary", {}, "Flags of the router that are not at their defaults"),
       h("pre", { tabindex: "0" }, router.join("\n") || "none")),

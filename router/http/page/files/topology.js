@@ -18,9 +18,9 @@ export function topology(state, replicas, width) {
   const boxes = columns.flatMap((column) => column.boxes);
   const edges = edgesOf(columns).map(([from, to, kind]) => edge(from, to, kind, isWide));
   return s("svg", {
-    viewBox: `0 0 ${size.width} ${size.height}`,
-    width: size.width,
-    height: size.height,
+    viewBox: `-2 -2 ${size.width + 4} ${size.height + 4}`,
+    width: size.width + 4,
+    height: size.height + 4,
     role: "img",
     "aria-label": summaryOf(columns),
   }, edges, columns.map(titleOf), boxes.map(boxOf));
@@ -28,10 +28,10 @@ export function topology(state, replicas, width) {
 
 function columnsOf(state, replicas) {
   const ofTier = (...tiers) => replicas.filter((replica) => tiers.includes(tierOf(replica)));
-  const { num_processes: processes } = state.cluster;
+  const { num_processes: processes, activity } = state.cluster;
   const router = {
     title: "Router",
-    text: number(processes) > 1 ? `${processes} processes` : `version ${state.cluster.version}`,
+    text: number(processes) > 1 ? `${processes} processes` : `${number(activity?.num_running)} run`,
     state: "ready",
   };
   return [
@@ -67,9 +67,10 @@ function storeBoxes(state, replicas) {
       const isStore = Boolean(backend.identity) || backend.name?.startsWith("KV store");
       const key = backend.identity || (isStore ? backend.name : connector);
       const title = isStore ? backend.name.replace("KV store ", "") : `${connector} peers`;
-      const box = boxes.get(key) ?? { title, text: "in reach of all", state: "ready", users: [] };
-      if (backend.problem) Object.assign(box, { text: backend.problem, state: "ejected" });
+      const box = boxes.get(key) ?? { title, text: "", state: "ready", users: [] };
       box.users.push(replica.address);
+      if (box.state === "ready") box.text = `reached by ${box.users.length}`;
+      if (backend.problem) Object.assign(box, { text: backend.problem, state: "ejected" });
       boxes.set(key, box);
     }
   }
@@ -139,7 +140,7 @@ function boxOf(box) {
   return s("g", { class: `box ${box.state}`, transform: `translate(${box.x} ${box.y})` },
     s("title", {}, `${box.title}: ${box.text}`),
     s("rect", { width: BOX.width, height: BOX.height, rx: 7 }),
-    s("text", { class: "name", x: 10, y: 20 }, endOf(box.title, 23)),
+    s("text", { class: "name", x: 10, y: 20 }, endOf(box.title, 21)),
     s("text", { class: "state", x: 10, y: 38 }, `${mark}${box.text}`.slice(0, 27)));
 }
 

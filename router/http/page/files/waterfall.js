@@ -5,6 +5,7 @@ import { number } from "./samples.js";
 import { clockTime, endOf, milliseconds, seconds } from "./texts.js";
 
 const BAR = { width: 1000, height: 14 };
+const STAGE_HEADS = ["stage", "where", "", "starts", "takes"];
 const KINDS = [
   ["failed", "failed"],
   ["queue", "queue"],
@@ -56,7 +57,7 @@ function details(trace, total) {
     h("p", { class: "small" }, h("code", {}, trace.request_id), ` ${facts.filter(Boolean).join(" · ")}`),
     h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Stages" },
       h("table", { class: "stages" },
-        h("thead", {}, h("tr", {}, ["stage", "where", "", "starts", "takes"].map((text) => h("th", {}, text)))),
+        h("thead", {}, h("tr", {}, STAGE_HEADS.map((text, i) => h("th", { class: i > 2 && "right" }, text)))),
         h("tbody", {}, (trace.stages ?? []).map((stage) => stageRow(stage, total))))),
     (trace.choices ?? []).map(choice),
   ];
