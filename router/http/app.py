@@ -134,4 +134,4 @@ def _error_body_of(path: str) -> ErrorBody:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     problem = problem_of(error, request.state.request_id)
-    return error_response(problem, _error_body_of(request.scope["path"]))
+    return error_response(problem, _error_body_of(request.url.path))

@@ -1,9 +1,6 @@
 """The page over real tiers: keys, a chat streamed and stopped, the status, a killed replica."""
 
-import asyncio
 import json
-import os
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -18,8 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 KEY = "a-key-of-this-test"
 TOKEN = WORKER_CALL[0][1].removeprefix("Bearer ")
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"
-SHOTS = os.environ.get("BATON_PAGE_SHOTS")
-"""A folder for screenshots, for whoever looks at them."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -46,12 +41,6 @@ async def browser(tmp_path_factory):
         yield running
 
 
-async def shoot(tab, name):
-    if SHOTS:
-        data = await tab.screenshot()
-        await asyncio.to_thread((Path(SHOTS) / f"{name}.png").write_bytes, data)
-
-
 async def enter_keys(tab, **keys):
     """Writes keys into the dialogue, by their fields."""
     await tab.until("document.getElementById('keys').open")
@@ -75,7 +64,6 @@ async def test_talk_asks_for_a_key_and_streams_and_stops(cluster, browser):
     await tab.until("document.querySelector('.message.assistant > .text')?.innerText.length > 0")
     await tab.until("document.getElementById('stop').hidden")
     assert "tokens/s" in await tab.text(".message.assistant .facts")
-    await shoot(tab, "talk")
     # A stop comes while the answer streams: a script presses it with the first text.
     await tab.evaluate("""new MutationObserver((_, observer) => {
       if (!document.querySelector('.message.assistant > .text')?.innerText) return;
@@ -115,7 +103,6 @@ async def test_status_asks_for_the_token_and_shows_a_killed_replica(cluster, bro
     assert "prefill" in stages
     assert "decode" in stages
     assert await tab.evaluate("document.querySelectorAll('.drawing .edge.kv').length") == 3
-    await shoot(tab, "status")
     killed = cluster.decode[1]
     killed.kill()
     rows = "Array.from(document.querySelectorAll('#status tr'))"
@@ -128,12 +115,8 @@ async def test_status_asks_for_the_token_and_shows_a_killed_replica(cluster, bro
     assert await tab.evaluate("document.querySelector('[data-key=recent] details').open")
     for name, size in {"desktop": (1280, 900), "phone": (390, 844)}.items():
         await tab.resize(*size)
-        await tab.evaluate("document.fonts.ready.then(() => 0)")
         width = await tab.evaluate("document.documentElement.scrollWidth")
         assert width <= size[0], name
-        await shoot(tab, f"status-killed-{name}")
-    await tab.resize(1280, 900, dark=True)
-    await shoot(tab, "status-dark")
     assert await tab.evaluate("window.hacked ?? null") is None
     assert tab.problems == []
     await killed.restart()

@@ -1,7 +1,6 @@
 """A headless Chromium, driven by the DevTools protocol over pipes, which needs no library."""
 
 import asyncio
-import base64
 import json
 import os
 import shutil
@@ -148,7 +147,7 @@ class Tab:
         )
         return shown
 
-    async def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+    async def resize(self, width: int, height: int) -> None:
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -156,12 +155,6 @@ class Tab:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    async def screenshot(self) -> bytes:
-        """The visible part, as PNG."""
-        return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
 
 
 @asynccontextmanager

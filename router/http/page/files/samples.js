@@ -4,6 +4,7 @@
 const KEPT_MS = 10 * 60 * 1000;
 const MAX_POINTS = 400;
 const MAX_CHANGES = 50;
+const MAX_SEATS = 2000;
 const GONE_MS = 10 * 60 * 1000;
 
 // A number of the router's JSON, where zeros are left out and 64-bit integers are texts.
@@ -34,6 +35,7 @@ export class Samples {
     this.now = null;
     this.before = null;
     this.points = new Map();
+    this.seats = new Map(); // by address, also of replicas that are lost
     this.gone = new Map();
     this.changes = [];
   }
@@ -44,11 +46,15 @@ export class Samples {
     this.before = this.now;
     this.now = state;
     const timeMs = state.time_s * 1000;
+    for (const worker of state.configuration.workers) {
+      this.seats.set(worker.address, number(worker.max_num_seqs));
+    }
     this.noteChanges(timeMs);
     for (const replica of this.replicas()) this.addPoint(replica, timeMs);
     for (const [key, points] of this.points) {
       if (points.at(-1).timeMs < timeMs - KEPT_MS) this.points.delete(key);
     }
+    while (this.seats.size > MAX_SEATS) this.seats.delete(this.seats.keys().next().value);
   }
 
   replicas(state = this.now) {

@@ -103,13 +103,12 @@ function times(recent) {
 }
 
 function replicaTable(samples, replicas, state) {
-  const seats = new Map(state.configuration.workers.map((w) => [w.address, number(w.max_num_seqs)]));
   const hidden = number(state.num_hidden_replicas);
   const heads = ["tier", "replica", "state", ">run", ">wait", ">queue", ">KV", ">tokens/s", ">prompt/s",
     ">hits", "last five minutes"];
   return [
     replicas.length
-      ? table("Replicas", heads, replicas.map((replica) => replicaRow(samples, replica, seats)))
+      ? table("Replicas", heads, replicas.map((replica) => replicaRow(samples, replica)))
       : h("p", { class: "notice bad" }, "No replica has been found yet."),
     hidden > 0 && h("p", { class: "dim" }, `${hidden} more replicas are not shown.`),
     h("p", { class: "legend small", "aria-hidden": "true" },
@@ -118,7 +117,7 @@ function replicaTable(samples, replicas, state) {
   ];
 }
 
-function replicaRow(samples, replica, seats) {
+function replicaRow(samples, replica) {
   const state = stateOf(replica);
   const { load } = replica;
   const several = new Set(samples.replicas().map((other) => other.model)).size > 1;
@@ -128,7 +127,7 @@ function replicaRow(samples, replica, seats) {
     h("td", { class: `state ${state}` }, state),
   ];
   const chart = h("td", {}, loadChart(samples.points.get(keyOf(replica)) ?? [],
-    samples.now.time_s * 1000, seats.get(replica.address) ?? 1));
+    samples.now.time_s * 1000, samples.seats.get(replica.address) ?? 1));
   if (BAD_STATES.includes(state) && !load) {
     return h("tr", { "data-key": keyOf(replica) }, start,
       h("td", { colspan: 7, class: "bad" }, replica.problem ?? ""), chart);
