@@ -5,6 +5,7 @@ const KEPT_MS = 10 * 60 * 1000;
 const MAX_POINTS = 400;
 const MAX_CHANGES = 50;
 const MAX_SEATS = 2000;
+const MAX_LATE_S = 60;
 const GONE_MS = 10 * 60 * 1000;
 
 // A number of the router's JSON, where zeros are left out and 64-bit integers are texts.
@@ -40,9 +41,11 @@ export class Samples {
     this.changes = [];
   }
 
-  // Adds what the router has answered, unless it is the same look as before.
+  // Adds what the router has answered, unless the look is no newer than the last one: processes of a
+  // router keep looks of their own. After a clock was set back, looks are new again.
   add(state) {
-    if (this.now && state.time_s === this.now.time_s) return;
+    const lateS = this.now ? this.now.time_s - state.time_s : -1;
+    if (lateS >= 0 && lateS < MAX_LATE_S) return;
     this.before = this.now;
     this.now = state;
     const timeMs = state.time_s * 1000;
