@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import takewhile
 
-from router.routing.block_table import BlockTable, slots_of
+from router.routing.block_table import BlockTable, members_of
 from router.routing.cache_form import CacheForm
 
 __all__ = ["KvEventError", "ReplicaCache", "SharedTables", "SlotBlocks", "Upkeep"]
@@ -104,8 +104,8 @@ class SharedTables:
 
     def _note(self, lengths: list[tuple[int, int]], blocks: dict[str, int]) -> None:
         for replicas, length in lengths:
-            for slot in slots_of(replicas):
-                blocks[self._replica_of[slot]] = length * self.form.keys_per_block
+            names = members_of(replicas, self._replica_of)
+            blocks.update(dict.fromkeys(names, length * self.form.keys_per_block))
 
     def _kv_lengths(self, keys: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
         """Returns disjoint sets of replicas with the length of the prefix whose KV they have."""
