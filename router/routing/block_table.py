@@ -256,8 +256,5 @@ def members_of(replicas: int, names: Sequence[_Name]) -> Iterable[_Name]:
         replicas: the set.
         names: the name of each slot.
     """
-    if not replicas & (replicas - 1):  # most sets have one replica
-        last = replicas.bit_length()
-        return names[max(last - 1, 0) : last]
     digits = bin(replicas)[:1:-1]  # the lowest first
     return compress(names, digits.encode().translate(_BITS_OF_DIGITS))

@@ -119,9 +119,9 @@ def best_of(scores: Sequence[Score], home: str = "") -> Score:
         home: the replica that served the last turn of the request's session; empty if none is
             known.
     """
-    least = min(scores)
-    lacks_room, max_s = least.lacks_room, _EQUAL * least.seconds
-    equals = [s for s in scores if s.seconds <= max_s and s.lacks_room == lacks_room]
+    lacks_room, least_s = min(scores)[:2]
+    max_s = _EQUAL * least_s
+    equals = [s for s in scores if s[1] <= max_s and s[0] == lacks_room]  # half the time of names
     if home:
         at_home = next((score for score in equals if score.replica_id == home), None)
         if at_home is not None:

@@ -103,9 +103,12 @@ class SharedTables:
         self._note(lengths, blocks)
 
     def _note(self, lengths: list[tuple[int, int]], blocks: dict[str, int]) -> None:
+        names, ratio = self._replica_of, self.form.keys_per_block
         for replicas, length in lengths:
-            names = members_of(replicas, self._replica_of)
-            blocks.update(dict.fromkeys(names, length * self.form.keys_per_block))
+            if replicas & (replicas - 1):
+                blocks.update(dict.fromkeys(members_of(replicas, names), length * ratio))
+            else:  # most sets have one replica
+                blocks[names[replicas.bit_length() - 1]] = length * ratio
 
     def _kv_lengths(self, keys: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
         """Returns disjoint sets of replicas with the length of the prefix whose KV they have."""

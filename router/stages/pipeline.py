@@ -23,6 +23,7 @@ from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
+from router.fleet.fair_shares import Share
 from router.fleet.fleet import Fleet
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
@@ -255,7 +256,8 @@ class Pipeline:
         """Returns a request with the tokens that it will probably use."""
         params = routed.spec.params
         num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
-        share = replace(tenant_of_call().share, num_tokens=routed.num_prompt_tokens + num_tokens)
+        tenant = tenant_of_call().share
+        share = Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
         return replace(routed, share=share)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:

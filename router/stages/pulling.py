@@ -53,6 +53,7 @@ class PrefixPulls:
             return None
         match, borrower = request.match(self._index), replica.candidate()
         costs = PullCosts(borrower.prompt_token_s, borrower.load_token_s, self._answers.expected_s)
+        cached_blocks = match.blocks(replica.replica_id)
         holders = (
             PrefixHolder(
                 lender.replica_id,
@@ -61,12 +62,13 @@ class PrefixPulls:
                 lender.load.num_running + lender.load.num_waiting,
             )
             for lender in self._lenders(replica)
+            if match.blocks(lender.replica_id) > cached_blocks
         )
         return choose_pull(
             holders,
             costs,
             num_prompt_tokens=request.num_prompt_tokens,
-            cached_blocks=match.blocks(replica.replica_id),
+            cached_blocks=cached_blocks,
             block_size=request.block_size,
         )
 
