@@ -30,7 +30,8 @@ _MAX_QUEUED_TOKENS = 8192
 _MIN_QUEUED_PROMPTS = 2
 _TRANSIT_S = 0.1
 """A request reaches the engine within this time. One that takes longer is not counted for a moment;
-one that is faster is counted twice for as long."""
+one that is faster is counted twice for as long. A fifth of it changes nothing that a simulation
+shows (docs/adr/0082-router-details.md)."""
 _DEFAULT_LOAD_BYTES_PER_S = 1e9
 """Assumed until a worker has measured its loads: the speed of a common network."""
 _HIT_MEMORY_S = 60.0
