@@ -52,7 +52,7 @@ def test_sessions_that_were_all_silent_leave_a_few_at_a_time() -> None:
     for number in range(1000):
         table.note(b"%d" % number, "prefill", "p1")
     clock.now = 10.0
-    sizes = []
+    sizes = [len(table)]
     for number in range(1000, 1400):
         table.note(b"%d" % number, "prefill", "p1")
         sizes.append(len(table))
