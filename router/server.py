@@ -5,7 +5,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, run_process, serve
 from rpc.server_access import ConnectionAge, ServerAccess
 from rpc.tracing import open_tracer
-from rpc.watchdog import end_on_signal
+from rpc.watchdog import end_on_signal, ending_when_stuck
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -364,7 +364,9 @@ async def run(config: RouterConfig) -> None:
 
     access = access_of(config, security, partial(metrics.count_call, "grpc"))
     access = replace(access, shares_port=link is not None)
-    await serve(config.grpc, SERVICE_NAMES, start, access)
+    # The parent of several processes watches them.
+    async with ending_when_stuck() if link is None else nullcontext():
+        await serve(config.grpc, SERVICE_NAMES, start, access)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -116,17 +116,6 @@ class Prompt:
     num_output_tokens: float = 1.0
     has_prefill_tier: bool = True
     reuses_kv: bool = True
-    _stored_tokens: dict[tuple[str, ...], int] = field(default_factory=dict, init=False)
-
-    def stored_tokens(self, store_ids: tuple[str, ...]) -> int:
-        """Leading tokens that can be loaded from some KV stores. Replicas of a tier mostly have
-        the same ones, which are asked once.
-        """
-        tokens = self._stored_tokens.get(store_ids)
-        if tokens is None:
-            tokens = self.match.stored_blocks(store_ids) * self.block_size
-            self._stored_tokens[store_ids] = tokens
-        return tokens
 
 
 def beginning_key(block_keys: Sequence[bytes], block_size: int) -> bytes:
