@@ -115,6 +115,7 @@ class ReplicaLoad:
         self._live_sum, self._on_way_sum = _Sum(), _Sum()
         self._next_deadline = math.inf
         self._hits = _FadingShare()
+        self._computed = _FadingSum()
         self._candidate: Candidate | None = None  # made again after each change
 
     def take(self, report: worker_pb2.WorkerLoad) -> None:
@@ -126,6 +127,7 @@ class ReplicaLoad:
             if dispatch.sent_at <= arrived_by:
                 self._on_way_sum.add(self._on_way.pop(number), -1)
         self.hit_rate = self._hits.add(report.prefix_cache_hits, report.prefix_cache_queries, now)
+        self._computed.add(report.prefix_cache_queries - report.prefix_cache_hits, now)
         self.report = report
         self.is_draining, self.role = report.draining, report.role
         self.store_ids = tuple(report.kv_store_ids)
@@ -238,6 +240,7 @@ class ReplicaLoad:
             num_free_blocks=self._num_free_blocks,
             num_blocks=num_blocks,
             cached_share=report.num_cached_blocks / max(report.num_blocks, 1),
+            recent_work=self._computed.order,
             prompt_token_s=report.prompt_token_s,
             decode_step_s=report.decode_step_s,
             load_token_s=info.kv_bytes_per_token / bytes_per_s,
@@ -321,6 +324,27 @@ class _FadingShare:
             self._share = self._part / self._whole
             self._last_at, self._last = now, (part, whole)
         return self._share
+
+
+class _FadingSum:
+    """How much a count has grown since a worker's start, where recent growth weighs more.
+
+    Attributes:
+        order: the sum's logarithm, plus what every sum fades by until it is read. So the orders of
+            several sums compare as the sums do, whenever each was changed.
+    """
+
+    def __init__(self) -> None:
+        self.order = -math.inf
+        self._last = 0
+
+    def add(self, count: int, now: float) -> None:
+        """Takes the count of now."""
+        growth, self._last = count - self._last, count
+        if growth > 0:
+            added = math.log(growth) + now / _HIT_MEMORY_S
+            low, high = sorted((self.order, added))
+            self.order = high + math.log1p(math.exp(low - high))
 
 
 def _has_grammar(spec: RequestSpec) -> bool:

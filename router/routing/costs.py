@@ -14,7 +14,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from router.routing.candidate import Candidate, Prompt
+from router.routing.candidate import Candidate, Fullness, Prompt
 
 __all__ = [
     "Cost",
@@ -57,7 +57,7 @@ class Score(NamedTuple):
     lacks_room: bool
     seconds: float
     replica_id: str
-    fullness: tuple[float, float, int]
+    fullness: Fullness
     backlog_s: float
     cached_tokens: int
     candidate: Candidate
@@ -111,8 +111,9 @@ def best_of(scores: Sequence[Score], home: str = "") -> Score:
 
     Seconds are measured, so a small difference says nothing. Of nearly equal ones that of the
     session's home is the best, then that with the most free blocks, then the one that caches
-    least: otherwise the replica that seems the fastest would cache all conversations while the
-    others idle.
+    least, and then, once all caches are full, the one that has computed the fewest tokens of late:
+    otherwise the replica that seems the fastest would cache all conversations while the others
+    idle.
 
     Args:
         scores: the scores.
