@@ -247,12 +247,16 @@ async def _prefill(
     """Returns the first tokens of a prompt, and the handoff of its KV."""
     from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
-    stub, events = prefill_pb2_grpc.PrefillServiceStub(channel), {}
+    first, handoff = list[int](), None
     message = prefill_pb2.PrefillRequest(spec=spec, namespace=namespace)
-    async for response in stub.Prefill(message, timeout=_CALL_S):
-        kind = response.WhichOneof("event")
-        events[kind] = getattr(response, kind)
-    return list(events["result"].outputs[0].token_ids), events["end"].handoff
+    async for response in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
+        message, timeout=_CALL_S
+    ):
+        if response.HasField("result"):
+            first = list(response.result.outputs[0].token_ids)
+        elif response.HasField("end"):
+            handoff = response.end.handoff
+    return first, handoff
 
 
 async def _decode(
@@ -277,7 +281,9 @@ async def _decode(
     stream = decode_pb2_grpc.DecodeServiceStub(channel).Connect(timeout=_CALL_S)
     await stream.write(decode_pb2.ConnectRequest(start=start))
     while True:
-        for output in (await stream.read()).outputs:
+        response = await stream.read()
+        assert isinstance(response, decode_pb2.ConnectResponse), "it ends with the answer"
+        for output in response.outputs:
             tokens += output.token_ids
             if output.HasField("error"):
                 raise from_worker_error(output.error)

@@ -127,7 +127,8 @@ def _candidates(
         if launch == replace(present, up_to=None):
             continue
         field = "decode_attention" if is_decode else "prefill_attention"
-        yield launch, replace(table, **{field: Rows((launch,))})
+        changed: dict[str, Any] = {field: Rows((launch,))}
+        yield launch, replace(table, **changed)
 
 
 def _name(swept: _Swept) -> tuple[str, str]:

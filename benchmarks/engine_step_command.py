@@ -121,7 +121,7 @@ def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
         ):
             figures.add(kernels)
     write_report(figures.report(), args)
-    return int(any(figure.failed for figure in [*figures.steps, *figures.kernels]))
+    return int(any(figure.failed for figure in figures.all))
 
 
 def _decoder_shape(model: str) -> "DecoderShape | None":
@@ -155,11 +155,15 @@ class _DeviceFigures:
         if self._args.json:
             write_results(self._args.json, self.report().content)
 
+    @property
+    def all(self) -> "list[DeviceStep | StepKernels]":
+        """All figures."""
+        return [*self.steps, *self.kernels]
+
     def report(self) -> Report:
         """Returns the report of all figures."""
-        figures = [*self.steps, *self.kernels]
         failed = [
-            f"{f.kind}, {f.batch_size} x {f.context}: {f.failed}" for f in figures if f.failed
+            f"{f.kind}, {f.batch_size} x {f.context}: {f.failed}" for f in self.all if f.failed
         ]
         columns = (
             *("", "sequences", "context", "us", "floor, us", "x floor"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ def _weight(rows: BlockRows, numbers: Numbers) -> kernels.Weight:
     quantized: kernels.Weight = numbers.module.make_weight(
         num_rows, num_columns, dtype, device, use, form
     )
-    quantized.rows(0, num_rows).copy_(rows)
+    target: Any = quantized.rows(0, num_rows)
+    target.copy_(rows)
     return quantized
 
 
