@@ -80,7 +80,7 @@ class PlannedPart:
         weight: its share of the time, relative to the other parts.
         needs: modules without which it is skipped.
         module: that runs, with `--json FILE` behind the arguments.
-        is_timed: whether it also gets `--seconds N`, the time that it has.
+        is_timed: whether it also gets `--deadline SECONDS`, the time that it has.
         is_essential: whether the parts behind it do not run if it fails.
     """
 
@@ -99,7 +99,7 @@ class PlannedPart:
             path: gets its figures.
             seconds: after which it is killed.
         """
-        limit = ["--seconds", f"{max(0.0, seconds - _REPORT_S):.0f}"] if self.is_timed else []
+        limit = ["--deadline", f"{max(0.0, seconds - _REPORT_S):.0f}"] if self.is_timed else []
         return [sys.executable, "-m", self.module, *self.arguments, *limit, "--json", str(path)]
 
 

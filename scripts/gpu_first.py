@@ -119,21 +119,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--part", action="append", metavar="NAME", help="repeatable; all by default"
     )
-    parser.add_argument("--seconds", type=float, help="for all parts (default: 480, then 300)")
+    parser.add_argument("--deadline", type=float, help="for all parts (default: 480, then 300)")
     args = parser.parse_args(arguments)
     call = "smoke" if args.smoke else args.call
     try:
         parts = choose_parts(CALLS[call], args.part)
     except ConfigurationError as error:
         parser.error(error.message)
-    if args.seconds is not None and not args.seconds > 0:
-        parser.error(f"--seconds is {args.seconds}; it must be > 0")
+    if args.deadline is not None and not args.deadline > 0:
+        parser.error(f"--deadline is {args.deadline}; it must be > 0")
     problem = None if args.smoke else find_problem("gpu,test", MODULES)
     if problem is not None:
         print(f"gpu-first: {problem}; nothing was run")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    return run_call(call, parts, args.out, args.seconds or SECONDS[call])
+    return run_call(call, parts, args.out, args.deadline or SECONDS[call])
 
 
 def run_call(call: str, parts: Sequence[PlannedPart], folder: Path, seconds: float) -> int:

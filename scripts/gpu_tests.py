@@ -67,7 +67,7 @@ def main() -> int:
         "--slow", action="store_true", help="run the tests marked slow, not the others"
     )
     parser.add_argument("--device", default="cuda", help="cpu for Triton's interpreter")
-    parser.add_argument("--seconds", type=float, default=450.0, help="then files are killed")
+    parser.add_argument("--deadline", type=float, default=450.0, help="then files are killed")
     parser.add_argument("--json", type=Path, required=True, help="the report")
     args = parser.parse_args()
     report = run_suite(
@@ -75,7 +75,7 @@ def main() -> int:
         _SLOW if args.slow else _QUICK,
         args.processes,
         args.device,
-        args.seconds,
+        args.deadline,
         args.json,
     )
     print(in_words(report))

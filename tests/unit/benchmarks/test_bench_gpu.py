@@ -216,7 +216,7 @@ def test_an_interrupted_run_writes_the_parts_so_far(tmp_path, monkeypatch):
     [
         (["--part", "lunch"], "--part is 'lunch'; it must be one of machine, collect"),
         (["--call", "second", "--part", "steps"], "it must be one of attention_sweep, kernels"),
-        (["--seconds", "0"], "--seconds is 0.0; it must be > 0"),
+        (["--deadline", "0"], "--deadline is 0.0; it must be > 0"),
     ],
 )
 def test_bad_flags_are_refused(flags, message, capsys, tmp_path):

@@ -105,7 +105,7 @@ def test_a_part_that_knows_its_time_gets_less_than_after_which_it_is_killed():
     part = PlannedPart("tests", ("folder",), 1, module="scripts.gpu_tests", is_timed=True)
     command = part.command(Path("out.json"), 60.0)
     assert command[1:] == [
-        *("-m", "scripts.gpu_tests", "folder", "--seconds", "57", "--json", "out.json")
+        *("-m", "scripts.gpu_tests", "folder", "--deadline", "57", "--json", "out.json")
     ]
 
 
