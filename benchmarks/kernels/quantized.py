@@ -23,15 +23,19 @@ _Q4_K_SCALE = 2.0**-12
 
 
 def quantized_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
-    """The gated layer's weight in several formats, exact as if it were stored in `dtype`."""
+    """The gated layer's weight in the formats whose blocks divide its inputs, exact as if it were
+    stored in `dtype`.
+    """
     num_outputs, num_inputs = 2 * shape.num_gated, shape.width
-    for name in _FORMATS:
-        weight_format = FORMATS[name]
+    formats = [FORMATS[name] for name in _FORMATS]
+    for weight_format in formats:
+        if num_inputs % (weight_format.block or 1):
+            continue
         for num_rows in sizes.product_rows:
             num_bytes = num_outputs * weight_format.row_bytes(num_inputs)
             yield Case(
                 "linear_quantized",
-                f"{name} {num_outputs} x {num_inputs}",
+                f"{weight_format.name} {num_outputs} x {num_inputs}",
                 rows_in_words(num_rows),
                 Cost(num_bytes, 2 * num_rows * num_outputs * num_inputs),
                 num_inputs,
