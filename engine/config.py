@@ -16,13 +16,7 @@ from baton.common.flags.values import (
     gibibytes,
 )
 from baton.common.model_files.named_models import default_model_name
-from engine.config_checks import (
-    check_choices,
-    check_folder,
-    check_numbers,
-    check_ranges,
-    check_ranks,
-)
+from engine.config_checks import check_config
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
@@ -171,8 +165,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = flag(
         None,
-        "maximum number of tokens in one step; longer prompts run in chunks (default: 2048; 4096 "
-        "or 8192 on larger GPUs)",
+        "maximum number of tokens in one step (default: 2048; 4096 or 8192 on larger GPUs)",
         parse=count,
         is_main=True,
     )
@@ -331,12 +324,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", given)
         threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
-        check_choices(self)
-        check_numbers(self)
-        check_ranges(self)
-        check_ranks(self)
-        check_folder("turns_folder", self.turns_folder)
-        check_folder("weights_folder", self.weights_folder)
+        check_config(self)
 
     @property
     def max_step_seqs(self) -> int:
