@@ -86,6 +86,7 @@ class RouterService(Service):
     Attributes:
         models: the served models.
         log: the records of the last requests.
+        operators: describes the router and its cluster.
         metrics: what Prometheus reads.
         metrics_access: who may read them.
         http: the HTTP server; None if the config has no port for it.
@@ -144,10 +145,10 @@ class RouterService(Service):
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
         others = None if link is None else link.others
-        operators = ClusterServicer(self.log, status, self.models, others)
-        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, operators)
+        self.operators = ClusterServicer(self.log, status, self.models, others)
+        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, self.operators)
         self._process_servicer = ProcessServicer(
-            partial(status.describe, asks_replicas=False), operators.traces_here
+            partial(status.describe, asks_replicas=False), self.operators.traces_here
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -286,9 +287,11 @@ def _http_server(
 ) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
+    from router.http.page.state import PageState
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
+    check_operator = partial(security.check_operator, http.host)
     app = build_app(
         service.models,
         http,
@@ -297,6 +300,7 @@ def _http_server(
         service.metrics_access.admits,
         partial(service.count_call, "http"),
         None if link is None else link.accounts,
+        PageState(service.operators, service.models, config, check_operator).read,
     )
     return HttpServer(app, http, security.http_context(), shares_port=link is not None)
 

@@ -160,6 +160,8 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     print(f"Serving {', '.join(config.model.names)}")
     if router.http_address:
         print(f"{'http':<10} {router.url}")
+        if config.router.http.page:
+            print(f"{'page':<10} {router.page_url}")
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:

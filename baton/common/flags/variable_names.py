@@ -180,6 +180,7 @@ VARIABLE_NAMES = frozenset(
         "BATON_OUTPUT_FILE",
         "BATON_OUTPUT_LEN",
         "BATON_OUTPUT_TOKENS",
+        "BATON_PAGE",
         "BATON_PART",
         "BATON_PEERS_FOLDER",
         "BATON_PIPELINE_PARALLEL_SIZE",
