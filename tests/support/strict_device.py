@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
@@ -101,6 +102,61 @@ class _Replayed(RecordedStep):
         return self._output
 
 
+class _WithoutGuards(TorchFunctionMode):
+    """Calls operations by their schema whose bindings look for a GPU, which torch may lack."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name == "__getitem__":
+            return _item(*args)
+        if name == "__setitem__":
+            tensor, index, value = args
+            part = _item(tensor, index)
+            is_tensor = isinstance(value, torch.Tensor)
+            return _aten.copy_.default(part, value) if is_tensor else part.fill_(value)
+        if name == "copy_":
+            return _aten.copy_.default(*args[:2])
+        if name == "contiguous" and not args[0].is_contiguous():
+            return args[0].clone(memory_format=torch.contiguous_format)
+        if name == "__invert__":
+            return args[0].bitwise_not()
+        if name == "to":
+            devices = [torch.device(a) for a in args[1:] if isinstance(a, (str, torch.device))]
+            dtypes = [a for a in args[1:] if isinstance(a, torch.dtype)]
+            target = {"device": devices[0] if devices else None}
+            target["dtype"] = dtypes[0] if dtypes else None
+            return _aten._to_copy.default(args[0], **target)
+        return function(*args, **kwargs)
+
+
+def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """Returns `tensor[index]`."""
+    entries = index if isinstance(index, tuple) else (index,)
+    num_axes = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    rank, axis, chosen = tensor.dim(), 0, {}
+    for entry in entries:
+        if entry is Ellipsis:
+            axis += rank - num_axes
+        elif entry is None:
+            tensor = tensor.unsqueeze(axis)
+            axis += 1
+        elif isinstance(entry, slice):
+            bounds = entry.start, entry.stop, entry.step or 1
+            tensor = _aten.slice.Tensor(tensor, axis, *bounds)
+            axis += 1
+        elif isinstance(entry, torch.Tensor):
+            chosen[axis] = entry
+            axis += 1
+        else:
+            tensor = tensor.select(axis, int(entry))
+    if chosen:
+        places = [chosen.get(axis) for axis in range(max(chosen) + 1)]
+        return _aten.index.Tensor(tensor, places)
+    return tensor
+
+
 class StrictDevice(TorchDispatchMode):
     """The stand-in, within `entered`.
 
@@ -129,11 +185,12 @@ class StrictDevice(TorchDispatchMode):
             mock.patch.object(launcher, "resolve_device", return_value=GPU),
             mock.patch.object(launcher, "used_bytes", return_value=0),
             mock.patch.object(launcher, "check_kv_cache_dtype", return_value=None),
-            mock.patch.object(launcher, "DeviceSteps", self._make_steps),
+            mock.patch.object(device_steps, "CudaGraphRecorder", return_value=self.record),
             mock.patch.object(device_steps, "_free_bytes", return_value=0),
             mock.patch.object(loader, "draw_weights", return_value=None),
             mock.patch.object(loader, "dummy_fingerprint", return_value=b"dummy"),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor)),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
             mock.patch.object(torch.cuda, "Event"),
             mock.patch.object(torch.cuda, "Stream", self._refuse_stream),
             mock.patch.object(torch.cuda, "stream", self._refuse_stream),
@@ -143,6 +200,7 @@ class StrictDevice(TorchDispatchMode):
                 stack.enter_context(patch)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(self)
+            stack.enter_context(_WithoutGuards())
             yield self
 
     def steps(self, path: Path, **flags: object) -> DeviceSteps:
@@ -184,9 +242,6 @@ class StrictDevice(TorchDispatchMode):
             raise RefusedError(f"compiled in a capture: {sorted(map(str, self.versions - before))}")
         self.peaks.append(capture.peak_bytes)
         return _Replayed(output, self.counts)
-
-    def _make_steps(self, model: Any) -> DeviceSteps:
-        return DeviceSteps(model, self.record)
 
     @staticmethod
     def _load_table(*_: object) -> launch.LaunchTable:

@@ -25,7 +25,7 @@ _VOCAB_SIZE, _MAX_LEN, _BLOCK_SIZE = 4096, 2048, 16
 _MAX_DRAFTS = 4
 _PERIODIC = 1  # the seed of requests whose text repeats itself
 _PROMPT = tuple(range(2 * _BLOCK_SIZE))
-_NUM_STEPS = 500
+_NUM_STEPS = 300
 
 
 class _AnyText:
@@ -174,11 +174,16 @@ def _share(batches, config):
     "load",
     [
         _Load(64, 128),
-        _Load(256, 256),
-        _Load(64, 128, is_constrained=3),
-        _Load(64, 128, drafts=3),
         _Load(64, 128, is_constrained=3, drafts=3),
-        _Load(256, 256, is_constrained=3, drafts=3),
+        *(
+            pytest.param(load, marks=pytest.mark.slow)
+            for load in (
+                _Load(256, 256),
+                _Load(64, 128, is_constrained=3),
+                _Load(64, 128, drafts=3),
+                _Load(256, 256, is_constrained=3, drafts=3),
+            )
+        ),
     ],
     ids=str,
 )

@@ -30,7 +30,7 @@ _FLAGS = {
     "block_size": 16,
 }
 _FILTERED = draw_params(temperature=0.7, top_k=20, top_p=0.9, seed=3)
-_RULED = replace(_FILTERED, rules=LogitRules(1, repetition_penalty=1.5))
+_RULED = replace(_FILTERED, rules=LogitRules(1, bias=((3, 1.0),)))
 _MASK = b"\xff" * (-(-VOCAB_SIZE // 32) * 4)
 _REFUSALS = (RefusedError, DataDependentOutputException, DynamicOutputShapeException)
 _VARIANTS = ("llama", "gpt2", "qwen2_alternating", "gemma3", "deepseek_v2", "qwen3_moe", "lfm2")
