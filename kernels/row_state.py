@@ -161,7 +161,8 @@ class SentSequences:
     @classmethod
     def of_words(cls, words: torch.Tensor, num_seqs: int, num_tokens: int) -> "SentSequences":
         """Returns views of `[4n + 1 + t]` int64, where the attributes lie in their order."""
-        return cls(*words.split((num_seqs, num_seqs, num_seqs + 1, num_seqs, num_tokens)))
+        sizes = [num_seqs, num_seqs, num_seqs + 1, num_seqs, num_tokens]
+        return cls(*torch.split(words, sizes))
 
     @staticmethod
     def num_words(num_seqs: int, num_tokens: int) -> int:

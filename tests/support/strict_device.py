@@ -43,6 +43,10 @@ _READS = {
     _aten.equal.default,
 }
 
+_READING_METHODS = frozenset(
+    ("__bool__", "__float__", "__index__", "__int__", "cpu", "item", "nonzero", "numpy", "tolist")
+)
+
 
 class RefusedError(AssertionError):
     """The steps did what a GPU, or its graphs, would not bear."""
@@ -109,6 +113,8 @@ class _WithoutGuards(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name in _READING_METHODS and args[0].device.type == "cuda":
+            raise RefusedError(f"the host waits for the device: {name}")
         if name == "__getitem__":
             return _item(*args)
         if name == "__setitem__":
@@ -147,6 +153,8 @@ def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
             tensor = _aten.slice.Tensor(tensor, axis, *bounds)
             axis += 1
         elif isinstance(entry, torch.Tensor):
+            if entry.dtype == torch.bool:
+                raise RefusedError("the host waits for the device: the shape depends on a mask")
             chosen[axis] = entry
             axis += 1
         else:
@@ -272,9 +280,9 @@ class StrictDevice(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _READS:
-            raise RefusedError(f"the host waits for the device: {function}")
         inputs = _tensors((args, kwargs))
+        if function in _READS and any(tensor.device.type == "cuda" for tensor in inputs):
+            raise RefusedError(f"the host waits for the device: {function}")
         result = function(*args, **kwargs)
         outputs = _tensors(result)
         self._count(function, inputs, outputs)
