@@ -205,7 +205,7 @@ class EngineConfig:
     async_scheduling: bool | None = flag(
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
-    enforce_eager: bool = flag(False, "run decode steps without CUDA graphs")
+    enforce_eager: bool = flag(False, "run steps without CUDA graphs")
     speculative_config: SpeculativeConfig | None = flag(
         None,
         "draft tokens and check several in one step, as a JSON object: method (ngram, suffix, "

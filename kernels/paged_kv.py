@@ -30,7 +30,8 @@ class AttentionMetadata:
         block_tables: `[num_seqs, max_blocks]` int32. Entries past a context, and before its
             sliding window, may be any block ids of the pool.
         query_starts: `[num_seqs + 1]` int32; sequence i's query tokens are rows
-            `query_starts[i]` to `query_starts[i + 1]`.
+            `query_starts[i]` to `query_starts[i + 1]`, or none at all: such a sequence only pads
+            the step.
         context_lens: `[num_seqs]` int32; tokens in the KV cache once this
             step's are written. Query j of sequence i stands at position
             `context_lens[i] - query_len[i] + j`.

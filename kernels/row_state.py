@@ -13,10 +13,11 @@ __all__ = [
     "DRAW_RECORD",
     "INVALID_TOKEN",
     "NO_TOKEN",
-    "DecodeInputs",
     "DrawTable",
     "RowState",
     "RuleTable",
+    "SentSequences",
+    "SequenceInputs",
     "draw_kinds",
 ]
 
@@ -139,18 +140,50 @@ class RowState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeInputs:
-    """Inputs of a step of `n` sequences that run one token each.
+class SentSequences:
+    """What the host sends of a step's `n` sequences, whose `t` tokens are laid end to end.
 
     Attributes:
-        token_ids: `[n]` int64; the tokens to run.
-        positions: `[n]` int64; positions of these tokens.
-        draw_positions: `[n]` int64; positions of the tokens to draw.
-        query_starts: `[n + 1]` int32; 0 to n, the same in every step.
-        context_lens: `[n]` int32; tokens of each sequence, including the one that runs.
+        row_ids: `[n]` int64; their rows.
+        starts: `[n]` int64; position of the first token of each; -1 for the row's own position.
+        query_starts: `[n + 1]` int64; sequence i runs the tokens `query_starts[i]` to
+            `query_starts[i + 1]`, or none.
+        num_unkept: `[n]` int64; as in `AttentionMetadata`.
+        token_ids: `[t]` int64; -1 for the token that the row drew last.
+    """
+
+    row_ids: torch.Tensor
+    starts: torch.Tensor
+    query_starts: torch.Tensor
+    num_unkept: torch.Tensor
+    token_ids: torch.Tensor
+
+    @classmethod
+    def of_words(cls, words: torch.Tensor, num_seqs: int, num_tokens: int) -> "SentSequences":
+        """Returns views of `[4n + 1 + t]` int64, where the attributes lie in their order."""
+        sizes = [num_seqs, num_seqs, num_seqs + 1, num_seqs, num_tokens]
+        return cls(*torch.split(words, sizes))
+
+    @staticmethod
+    def num_words(num_seqs: int, num_tokens: int) -> int:
+        """Returns how many words the attributes are."""
+        return 4 * num_seqs + 1 + num_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceInputs:
+    """Inputs of a step's `n` sequences, whose `t` tokens are laid end to end.
+
+    Attributes:
+        token_ids: `[t]` int64; the tokens to run.
+        positions: `[t]` int64; positions of these tokens.
+        draw_positions: `[t]` int64; positions of the tokens that follow them.
+        query_starts: `[n + 1]` int32; as in `SentSequences`.
+        context_lens: `[n]` int32; tokens of each sequence, including those that run.
+        num_unkept: `[n]` int32; as in `AttentionMetadata`.
         tables: `[num_layer_groups, n, max_blocks]` int32; entries past a context's last block may
             hold anything.
-        slots: `[num_layer_groups, n]` int64; the KV slots that the tokens write to.
+        slots: `[num_layer_groups, t]` int64; the KV slots that the tokens write to.
     """
 
     token_ids: torch.Tensor
@@ -158,5 +191,44 @@ class DecodeInputs:
     draw_positions: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
+    num_unkept: torch.Tensor
     tables: torch.Tensor
     slots: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layer_groups: int,
+        num_seqs: int,
+        num_tokens: int,
+        max_blocks: int,
+        device: torch.device,
+    ) -> "SequenceInputs":
+        """Allocates zeros."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(num_tokens),
+            positions=zeros(num_tokens),
+            draw_positions=zeros(num_tokens),
+            query_starts=zeros(num_seqs + 1, dtype=torch.int32),
+            context_lens=zeros(num_seqs, dtype=torch.int32),
+            num_unkept=zeros(num_seqs, dtype=torch.int32),
+            tables=zeros(num_layer_groups, num_seqs, max_blocks, dtype=torch.int32),
+            slots=zeros(num_layer_groups, num_tokens),
+        )
+
+    def first(self, num_seqs: int, num_tokens: int) -> "SequenceInputs":
+        """Returns the inputs of fewer sequences and tokens, in the same memory."""
+        return SequenceInputs(
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            draw_positions=self.draw_positions[:num_tokens],
+            query_starts=self.query_starts[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            num_unkept=self.num_unkept[:num_seqs],
+            tables=self.tables[:, :num_seqs],
+            slots=self.slots[:, :num_tokens],
+        )

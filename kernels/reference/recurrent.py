@@ -161,12 +161,14 @@ class _Span:
 
 
 def _spans(state: LayerState) -> Iterator[_Span]:
-    """Yields the sequences of a step, by the rule of `LayerState`."""
+    """Yields the sequences of a step that run tokens, by the rule of `LayerState`."""
     meta, size = state.meta, state.block_size
     starts, tables = meta.query_starts.tolist(), meta.block_tables.tolist()
     unkept = [0] * len(tables) if meta.num_unkept is None else meta.num_unkept.tolist()
     for index, end in enumerate(meta.context_lens.tolist()):
         table, rows = tables[index], slice(starts[index], starts[index + 1])
+        if rows.stop == rows.start:
+            continue  # it only pads the step
         start, kept_end = end - (rows.stop - rows.start), end - unkept[index]
         ends = [*range((start // size + 1) * size, kept_end, size), kept_end]
         targets = [(stop - start, table[(stop - 1) // size]) for stop in ends if stop > start]

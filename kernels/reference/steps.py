@@ -1,4 +1,4 @@
-"""Decode steps and recorded steps, in plain torch."""
+"""Inputs of steps, the state of their rows, and recorded steps, in plain torch."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ import torch
 from kernels.dispatch import kernel
 from kernels.paged_kv import AttentionMetadata
 from kernels.recorded_step import Arena, RecordedStep
-from kernels.row_state import DecodeInputs, RowState
+from kernels.row_state import RowState, SentSequences, SequenceInputs
 
 __all__ = [
     "keep_drawn",
-    "lay_out_decode",
+    "lay_out_sequences",
     "mark_step",
     "point_to",
     "record_step",
@@ -20,27 +20,35 @@ __all__ = [
 
 
 @kernel("rows.positions.device")
-def lay_out_decode(
-    rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
+def lay_out_sequences(
+    rows: RowState, sent: SentSequences, block_size: int, inputs: SequenceInputs
 ) -> None:
-    """Writes the inputs of a decode step, in which each row runs the token that it drew last.
+    """Writes the inputs of a step's sequences, of which the host does not know all.
 
     Args:
         rows: the state after the previous step. The tables hold the blocks of the next tokens.
-        row_ids: `[n]` int64.
+        sent: the sequences.
         block_size: tokens per KV block.
-        inputs: for `n` sequences; all fields but `query_starts` are written.
+        inputs: for as many sequences and tokens; all fields are written.
     """
-    positions = rows.positions.index_select(0, row_ids)
-    blocks, offsets = positions // block_size, positions % block_size
-    inputs.token_ids.copy_(rows.last_tokens.index_select(0, row_ids))
+    row_ids, query_starts = sent.row_ids, sent.query_starts
+    own_positions = rows.positions.index_select(0, row_ids)
+    starts = sent.starts.where(sent.starts >= 0, own_positions)
+    tokens = torch.arange(len(sent.token_ids), device=row_ids.device)
+    sequence_of = torch.searchsorted(query_starts, tokens, right=True) - 1  # [t]
+    positions = tokens - query_starts[:-1].index_select(0, sequence_of)
+    positions = positions + starts.index_select(0, sequence_of)
+    last_tokens = rows.last_tokens.index_select(0, row_ids).index_select(0, sequence_of)
+    tables = rows.tables.index_select(1, row_ids)  # [num_layer_groups, n, max_blocks]
+    own_blocks = tables[:, sequence_of, positions // block_size]  # [num_layer_groups, t]
+    inputs.token_ids.copy_(sent.token_ids.where(sent.token_ids >= 0, last_tokens))
     inputs.positions.copy_(positions)
     inputs.draw_positions.copy_(positions + 1)
-    inputs.context_lens.copy_(positions + 1)
-    tables = rows.tables.index_select(1, row_ids)  # [num_layer_groups, n, max_blocks]
+    inputs.query_starts.copy_(query_starts)
+    inputs.context_lens.copy_(starts + query_starts.diff())
+    inputs.num_unkept.copy_(sent.num_unkept)
     inputs.tables.copy_(tables)
-    own_blocks = tables.gather(2, blocks.expand(len(tables), -1).unsqueeze(-1)).squeeze(-1)
-    inputs.slots.copy_(own_blocks.long() * block_size + offsets)
+    inputs.slots.copy_(own_blocks.long() * block_size + positions % block_size)
 
 
 @kernel("rows.positions.device")

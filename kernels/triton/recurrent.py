@@ -178,7 +178,8 @@ def _short_conv_kernel(
             kept_end -= tl.load(num_unkept + sequence)
         tap = tl.arange(0, _next_power_of_2(WIDTH - 1))
         is_tap = (tap < WIDTH - 1)[:, None]
-        for block in range(start // block_size, (kept_end - 1) // block_size + 1):
+        end_block = tl.where(num_tokens > 0, (kept_end - 1) // block_size + 1, 0)
+        for block in range(start // block_size, end_block):
             slot = tl.load(table + block).to(tl.int64)
             if slot >= 0:
                 stop = tl.minimum((block + 1) * block_size, kept_end) - start

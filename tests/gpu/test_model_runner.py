@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from engine.batch import ProcessedText, ScheduledBatch
+from engine.batch import ProcessedText, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import (
@@ -121,6 +121,27 @@ def test_masked_chunks_draw_the_likeliest_allowed_tokens(make_runner):
         _run_beside_a_decoding_row(runner, step, masked, chunk, decoding)
         assert masked.drawn[-1] == max(allowed, key=logits.tolist().__getitem__)
     assert decoding.drawn == _reference("llama", 9)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_draft_tokens_are_kept_as_far_as_they_are_right(enforce_eager, make_runner):
+    drafting = {"method": "ngram", "num_speculative_tokens": 3}
+    runner = make_runner(enforce_eager=enforce_eager, speculative_config=drafting)
+    decoding, guessing = _requests(runner, (9, 33))
+    run_step(runner, 1, [decoding])
+    _run_beside_a_decoding_row(runner, 2, guessing, _next_chunk(guessing), decoding)
+    expected = _reference("llama", 33)
+    wrong = (expected[3] + 1) % 256
+    chunk = ScheduledChunk(
+        guessing.row,
+        (expected[0], expected[1], expected[2], wrong),
+        33,
+        (guessing.draw,),
+        num_drafts=3,
+    )
+    _run_beside_a_decoding_row(runner, 3, guessing, chunk, decoding)
+    assert guessing.drawn == expected[:4]
+    assert decoding.drawn == _reference("llama", 9)[:3]
 
 
 def test_logits_processors_change_the_logits_of_their_own_chunks(make_runner):

@@ -63,7 +63,8 @@ def fresh_memory(monkeypatch):
         "draws.rules",
         "draws.sampler",
         "forward.batch_inputs",
-        "steps.device_decode",
+        "forward.upload",
+        "steps.device_steps",
     ):
         monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)
 

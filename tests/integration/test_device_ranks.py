@@ -94,6 +94,20 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(
     check_greedy(variant, found)
 
 
+def test_ranks_that_call_nccl_differently_are_found(threads: RankThreads) -> None:
+    groups = _meet_two(threads)
+    with ThreadPoolExecutor(2) as executor:
+        calls = [
+            executor.submit(group.all_reduce, torch.ones(1, width))
+            for group, width in zip(groups, (2, 3), strict=True)
+        ]
+        for call in calls:
+            with pytest.raises(RanksLostError):
+                call.result(SOON)
+    assert {count for calls in threads.library.differences for _, count, _ in calls} == {2, 3}
+    threads.library.differences.clear()
+
+
 @pytest.mark.parametrize(
     "flags",
     [

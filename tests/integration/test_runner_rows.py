@@ -179,7 +179,7 @@ def test_rows_are_advanced_past_a_step_that_failed(runner, monkeypatch):
         if isinstance(runner._steps, HostSteps):
             broken.setattr(runner._steps._recorded, "scores", lambda on_layer: 1 / 0)
         else:
-            broken.setattr(runner._steps, "_scores_of", lambda *_: 1 / 0)
+            broken.setattr(runner._steps, "_compute_scores", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             _prefill(runner, row=1)
     runner.execute(ScheduledBatch(3, decode_rows=(1,)))

@@ -8,23 +8,31 @@ import numpy as np
 
 _TYPES = {4: np.int64, 7: np.float32}
 _WAIT_S = 60
+_Call = tuple[str, int, int]  # the function, the number of elements, and their type
 _MAX_SIZE = 100  # of a group; handles number groups and ranks
 
 
 class FakeNccl:
     """Adds up, joins and copies memory. Ranks that wait for one that is lost fail when it aborts.
 
+    All ranks of a group must make the same calls in the same order: NCCL matches them by order
+    alone, and hangs or mixes memory up where they differ.
+
     Args:
         size: number of ranks of each group.
 
     Attributes:
         abort_returns: `ncclCommAbort` returns once it is set, as it is at first.
+        differences: calls of the ranks of a group that met and were not the same.
+        num_calls: calls that were the same on all ranks.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.abort_returns = threading.Event()
         self.abort_returns.set()
+        self.differences: list[tuple[Any, ...]] = []
+        self.num_calls = 0
         self._groups: list[_Group] = []
 
     def ncclGetUniqueId(self, name: Any) -> int:
@@ -42,18 +50,20 @@ class FakeNccl:
         self, sent: int, received: int, count: int, kind: int, operation: int, comm: int, _: int
     ) -> int:
         assert operation == 0
-        return self._exchange(comm, sent, count, received, count, kind, lambda all_: sum(all_))
+        call = "all reduce", count, kind
+        return self._exchange(comm, call, sent, received, count, lambda all_: sum(all_))
 
     def ncclAllGather(
         self, sent: int, received: int, count: int, kind: int, comm: int, _: int
     ) -> int:
-        total = count * self._size
-        return self._exchange(comm, sent, count, received, total, kind, np.concatenate)
+        call = "all gather", count, kind
+        return self._exchange(comm, call, sent, received, count * self._size, np.concatenate)
 
     def ncclBroadcast(
         self, sent: int, received: int, count: int, kind: int, root: int, comm: int, _: int
     ) -> int:
-        return self._exchange(comm, sent, count, received, count, kind, lambda all_: all_[root])
+        call = f"broadcast from {root}", count, kind
+        return self._exchange(comm, call, sent, received, count, lambda all_: all_[root])
 
     def ncclCommAbort(self, comm: int) -> int:
         self._groups[comm // _MAX_SIZE - 1].abort()
@@ -64,20 +74,26 @@ class FakeNccl:
         return b"the group was aborted"
 
     def _exchange(
-        self, comm: int, sent: int, count: int, received: int, total: int, kind: int, join: Any
+        self, comm: int, call: _Call, sent: int, received: int, total: int, join: Any
     ) -> int:
         number, rank = divmod(comm, _MAX_SIZE)
-        all_ = self._groups[number - 1].exchange(rank, _memory(sent, count, kind).copy())
+        _, count, kind = call
+        all_ = self._groups[number - 1].exchange(rank, call, _memory(sent, count, kind).copy())
         if all_ is None:
             return 1
-        _memory(received, total, kind)[:] = join(all_)
+        calls = [of_rank for of_rank, _ in all_]
+        if set(calls) != {call}:
+            self.differences.append(tuple(calls))
+            return 1
+        self.num_calls += rank == 0
+        _memory(received, total, kind)[:] = join([part for _, part in all_])
         return 0
 
 
 class _Group:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
-        self._given: list[np.ndarray] = [np.empty(0)] * size
+        self._given: list[tuple[_Call, np.ndarray]] = [(("", 0, 0), np.empty(0))] * size
 
     def meet(self) -> int:
         try:
@@ -86,9 +102,11 @@ class _Group:
             return 1
         return 0
 
-    def exchange(self, rank: int, part: np.ndarray) -> list[np.ndarray] | None:
-        """Returns what all ranks have given; None if one is lost."""
-        self._given[rank] = part
+    def exchange(
+        self, rank: int, call: _Call, part: np.ndarray
+    ) -> list[tuple[_Call, np.ndarray]] | None:
+        """Returns the calls of all ranks and what each has given; None if one is lost."""
+        self._given[rank] = call, part
         if self.meet():
             return None
         all_ = list(self._given)

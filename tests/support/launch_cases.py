@@ -229,7 +229,8 @@ def _rules() -> None:
 
 def _rows() -> None:
     case, ids = RowCase.make(CPU, block_size=16), torch.tensor([2, 0])
-    row_state.lay_out_decode(case.rows, ids, 16, case.new_inputs(2))
+    sent = case.sent([(2, None, (None,), 0), (0, 3, (7, 8), 0)])
+    row_state.lay_out_sequences(case.rows, sent, 16, case.new_inputs(2, 3))
     for count in (1, 2):
         row_state.keep_drawn(case.rows, ids[:count], ids[:count])
 

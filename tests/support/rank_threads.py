@@ -85,10 +85,11 @@ class RankThreads:
         return self.first
 
     def join(self) -> None:
-        """Waits until the other ranks have ended."""
+        """Waits until the other ranks have ended; checks that all have called NCCL alike."""
         for thread in self._threads:
             thread.join(_WAIT_S)
             assert not thread.is_alive()
+        assert self.library.differences == []
 
     def _open_transfers(self, ranks: EngineRanks) -> RankTransfers:
         connection, theirs = Pipe()

@@ -1,12 +1,13 @@
-"""Row state and inputs of decode steps, and their expected values in plain Python."""
+"""State of rows and inputs of steps, and their expected values in plain Python."""
 
 from dataclasses import dataclass, fields
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from engine.runtime.draws.sampler import draw_table
-from kernels import DRAW_RECORD, DecodeInputs, RowState
+from kernels import DRAW_RECORD, RowState, SentSequences, SequenceInputs
 
 __all__ = ["RowCase"]
 
@@ -40,39 +41,55 @@ class RowCase:
         )
         return cls(rows, block_size, device)
 
-    def new_inputs(self, count, spare=0):
-        """Returns unwritten inputs of `count` sequences, in memory for `spare` more."""
+    def new_inputs(self, num_seqs, num_tokens, spare=0):
+        """Returns unwritten inputs, in memory for `spare` more sequences and tokens."""
         num_layer_groups, _, max_blocks = self.rows.tables.shape
+        sizes = num_seqs + spare, num_tokens + spare
+        inputs = SequenceInputs.allocate(num_layer_groups, *sizes, max_blocks, self.device)
+        for field in fields(SequenceInputs):
+            getattr(inputs, field.name).fill_(_UNWRITTEN)
+        return inputs.first(num_seqs, num_tokens)
 
-        def unwritten(*shape, dtype=torch.int64):
-            return torch.full(shape, _UNWRITTEN, dtype=dtype, device=self.device)
+    def sent(self, sequences):
+        """Returns what the host sends of sequences (row, start or None, token ids, num_unkept).
 
-        size = count + spare
-        return DecodeInputs(
-            token_ids=unwritten(size)[:count],
-            positions=unwritten(size)[:count],
-            draw_positions=unwritten(size)[:count],
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=self.device),
-            context_lens=unwritten(size, dtype=torch.int32)[:count],
-            tables=unwritten(num_layer_groups, size, max_blocks, dtype=torch.int32)[:, :count],
-            slots=unwritten(num_layer_groups, size)[:, :count],
+        A start of None stands for the row's own position, a token of None for the token that it
+        drew last.
+        """
+        ends = list(accumulate([len(tokens) for _, _, tokens, _ in sequences], initial=0))
+        columns = (
+            [row for row, _, _, _ in sequences],
+            [-1 if start is None else start for _, start, _, _ in sequences],
+            ends,
+            [num_unkept for _, _, _, num_unkept in sequences],
+            [-1 if token is None else token for _, _, tokens, _ in sequences for token in tokens],
         )
+        words = torch.tensor([*chain(*columns)], dtype=torch.int64, device=self.device)
+        return SentSequences.of_words(words, len(sequences), ends[-1])
 
-    def check_laid_out(self, row_ids, inputs):
-        """Asserts that `inputs` are those of `row_ids`, in this order."""
-        positions = [int(self.rows.positions[row]) for row in row_ids]
-        assert inputs.token_ids.tolist() == [int(self.rows.last_tokens[row]) for row in row_ids]
-        assert inputs.positions.tolist() == positions
-        assert inputs.draw_positions.tolist() == [position + 1 for position in positions]
-        assert inputs.context_lens.tolist() == [position + 1 for position in positions]
-        assert inputs.query_starts.tolist() == list(range(len(row_ids) + 1))
-        for layer_group, tables in enumerate(self.rows.tables.tolist()):
-            for index, (row, position) in enumerate(zip(row_ids, positions, strict=True)):
-                block, offset = divmod(position, self.block_size)
-                used = slice(block + 1)
-                assert inputs.tables[layer_group, index, used].tolist() == tables[row][used]
-                expected = tables[row][block] * self.block_size + offset
-                assert int(inputs.slots[layer_group, index]) == expected
+    def check_laid_out(self, sequences, inputs):
+        """Asserts that `inputs` are those of `sequences`, in this order."""
+        first = 0
+        for index, (row, start, tokens, num_unkept) in enumerate(sequences):
+            own = int(self.rows.positions[row]) if start is None else start
+            last, end = int(self.rows.last_tokens[row]), own + len(tokens)
+            places, positions = slice(first, first + len(tokens)), range(own, end)
+            expected = [last if token is None else token for token in tokens]
+            assert inputs.token_ids[places].tolist() == expected
+            assert inputs.positions[places].tolist() == list(positions)
+            assert inputs.draw_positions[places].tolist() == [p + 1 for p in positions]
+            assert inputs.query_starts[index : index + 2].tolist() == [first, places.stop]
+            assert int(inputs.context_lens[index]) == end
+            assert int(inputs.num_unkept[index]) == num_unkept
+            used = slice(-(-end // self.block_size))
+            for layer_group, tables in enumerate(self.rows.tables.tolist()):
+                table = tables[row]
+                assert inputs.tables[layer_group, index, used].tolist() == table[used]
+                slots = [divmod(position, self.block_size) for position in positions]
+                assert inputs.slots[layer_group, places].tolist() == [
+                    table[block] * self.block_size + offset for block, offset in slots
+                ]
+            first = places.stop
 
     def state(self):
         """Returns the rows' state, except for draws, as plain lists."""

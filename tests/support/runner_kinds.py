@@ -18,6 +18,7 @@ from tests.support.traced_graphs import (
     RerunDeviceSteps,
     TracedDeviceStageSteps,
     TracedDeviceSteps,
+    attend_without_reads,
 )
 
 __all__ = ["KINDS", "RunnerKind", "current_kind", "make_runner", "use_kind"]
@@ -32,7 +33,8 @@ class RunnerKind:
     Attributes:
         steps: the class that computes those of the only or the last stage.
         stage_steps: the class that computes those of other stages.
-        kernels: "torch" or "triton" kernels; None for the CPU's default kernels.
+        kernels: "torch" kernels, which read nothing on the host where graphs have none, or
+            "triton" kernels; None for the CPU's default kernels.
     """
 
     steps: type[Steps] = HostSteps
@@ -49,7 +51,9 @@ class RunnerKind:
 
 def use_kernels(name: str, monkeypatch) -> None:
     """Makes the CPU use the kernels of "torch" or "triton" until the test ends."""
-    implementations = dispatch.TRITON.implementations if name == "triton" else {}
+    implementations = dispatch.TRITON.implementations
+    if name == "torch":
+        implementations = {"paged_attention": attend_without_reads}
     for kernel_name, kernel in dispatch.KERNELS.items():
         for dtype in _DTYPES:
             implementation = implementations.get(kernel_name, kernel.reference)

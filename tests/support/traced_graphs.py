@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from engine.runtime.steps.device_steps import DeviceSteps
 from engine.runtime.steps.stage_steps import DeviceStageSteps
 from engine.runtime.steps.steps import StepModel
+from kernels import AttentionMetadata, reference
 from kernels.recorded_step import RecordedStep
 
 __all__ = [
@@ -21,7 +22,29 @@ __all__ = [
     "TracedDeviceStageSteps",
     "TracedDeviceSteps",
     "TracedStep",
+    "attend_without_reads",
 ]
+
+
+def attend_without_reads(
+    query: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMetadata, **rule: Any
+) -> torch.Tensor:
+    """Computes `reference.paged_attention` without reading the lengths of queries on the host.
+
+    Each token is a sequence of its own, whose context ends with it.
+    """
+    if meta.max_query_len > 1:
+        tokens = torch.arange(len(query), device=query.device)
+        starts = meta.query_starts.long()
+        sequence_of = torch.searchsorted(starts, tokens, right=True) - 1
+        num_after = starts[1:][sequence_of] - 1 - tokens
+        meta = replace(
+            meta,
+            block_tables=meta.block_tables[sequence_of],
+            context_lens=(meta.context_lens[sequence_of] - num_after).int(),
+            max_query_len=1,
+        )
+    return reference.paged_attention(query, kv_layer, meta, **rule)
 
 
 @dataclass(frozen=True)

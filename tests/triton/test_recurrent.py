@@ -46,13 +46,14 @@ def test_convolutions_of_single_tokens(channels, width, is_gated, dtype):
     ("channels", "width", "is_gated"), [(1, 2, True), (33, 3, True), (12, 6, True), (12, 4, False)]
 )
 def test_convolutions_of_prompts(channels, width, is_gated, dtype):
-    spans = [(0, 9), (6, 1), (3, 30), (15, 17)]
+    spans = [(0, 9), (6, 1), (0, 0), (3, 30), (15, 17)]
     lengths = [start + length for start, length in spans]
     case = conv_case(lengths, channels, width, dtype, is_gated=is_gated)
     # The last sequence's slot moves from its second block to its last one.
-    tables = [[1, -1, 2], [-1, 3], [4, 5, -1, -1, -1, -1, -1, 6, 7], [-1, -1, -1, 8, -1, 9, -1, 8]]
+    long = [4, 5, -1, -1, -1, -1, -1, 6, 7]
+    tables = [[1, -1, 2], [-1, 3], [0], long, [-1, -1, -1, 8, -1, 9, -1, 8]]
     check(case, spans, tables, block_size=4)
-    check(case, spans, tables, block_size=4, unkept=[8, 0, 14, 1])
+    check(case, spans, tables, block_size=4, unkept=[8, 0, 0, 14, 1])
 
 
 def test_states_in_head_slices():
@@ -78,7 +79,7 @@ def test_chunks_give_the_results_of_a_whole_prompt():
 @pytest.mark.parametrize("heads", [(1, 1, 1, 1), (2, 4, 17, 5), (1, 2, 8, 33)])
 def test_gated_delta(heads, dtype):
     names = ("num_key_heads", "num_heads", "key_dim", "value_dim")
-    spans = [(0, 9), (6, 1), (3, 14), (0, 1)]
+    spans = [(0, 9), (6, 1), (0, 0), (3, 14), (0, 1)]
     lengths = [start + length for start, length in spans]
     case = delta_case(lengths, **dict(zip(names, heads, strict=True)), dtype=dtype)
     num_slices = heads[1] // heads[0]
@@ -88,8 +89,8 @@ def test_gated_delta(heads, dtype):
         case,
         slots.to(DEVICE),
         spans,
-        [[1, -1, 2], [-1, 3], [4, 5, -1, -1, 4], [6]],
+        [[1, -1, 2], [-1, 3], [0], [4, 5, -1, -1, 4], [6]],
         4,
-        unkept=[2, 0, 5, 0],
+        unkept=[2, 0, 0, 5, 0],
         rounding=rounding_error(dtype),
     )

@@ -212,7 +212,7 @@ class Drafter(ABC):
             positions: the positions of the tokens.
         """
         records = np.array([draw_record(job.draw) for job in jobs], DRAW_RECORD)
-        tokens = draw_tokens(scores, records, range(len(jobs)), np.array(positions, np.int64))
+        tokens = draw_tokens(scores, records, range(len(jobs)), positions)
         drawn: list[int] = tokens.tolist()
         return drawn
 

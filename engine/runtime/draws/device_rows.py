@@ -13,7 +13,7 @@ import kernels
 from engine.batch import ScheduledChunk, TableUpdate
 from engine.runtime.device import to_device
 from engine.runtime.draws.rows import Rows
-from engine.runtime.draws.sampler import draw_table, draw_words
+from engine.runtime.draws.sampler import draw_words
 from kernels import DRAW_RECORD, DrawTable, RowState
 
 __all__ = ["DeviceRows"]
@@ -50,50 +50,67 @@ class DeviceRows:
             (num_layer_groups, num_rows, max_blocks), dtype=torch.int32, device=device
         )
         tables[:, self.spare_row] = spare_block
+        words = draw_words(np.zeros(num_rows, DRAW_RECORD))
+        self._draw_words = to_device(words, device)  # the memory of `state.draws`
         self.state = RowState(
             tables=tables,
             positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
             last_tokens=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            draws=draw_table(np.zeros(num_rows, DRAW_RECORD), device),
+            draws=DrawTable.of_words(self._draw_words),
         )
+        self._unsent: list[TableUpdate] = []
 
     def update_tables(self, updates: Sequence[TableUpdate]) -> None:
-        """Writes new block ids into the tables."""
-        if not updates:
-            return
+        """Writes new block ids into the host's tables; `table_words` are those that the device
+        lacks.
+        """
         self.host.update_tables(updates)
-        indices, block_ids = _last_entries(updates, tuple(self.state.tables.shape))
-        sent = to_device(np.stack((indices, block_ids)), self.state.tables.device)
-        kernels.write_table_entries(self.state.tables, sent[0], sent[1].int())
+        self._unsent += updates
 
-    def advance(self, chunks: Sequence[ScheduledChunk], decode_ids: np.ndarray) -> None:
-        """Advances rows as `Rows.advance` does; the device itself advances those that decode."""
-        self.host.advance(chunks, decode_ids)
-        if not chunks:
-            return
-        ids = np.array([chunk.row for chunk in chunks], np.int64)
-        positions = self.state.positions
-        sent = to_device(np.stack((ids, self.host.positions[ids])), positions.device)
-        positions.index_copy_(0, sent[0], sent[1])
+    @property
+    def has_unsent_tables(self) -> bool:
+        """Whether the host's tables have entries that those of the device lack."""
+        return bool(self._unsent)
 
-    def keep_drawn(
-        self, drawing: Sequence[tuple[int, ScheduledChunk]], tokens: torch.Tensor
-    ) -> None:
-        """Stores the tokens that chunks drew, and their draw parameters, in their rows.
+    def chunk_words(self, chunks: Sequence[ScheduledChunk]) -> np.ndarray:
+        """Returns rows, their positions and their draw parameters, `[2 + columns of a DrawTable,
+        n]` int64.
 
         Args:
-            drawing: pairs of an index into `tokens` and the chunk that drew that token.
-            tokens: `[n]` int64 on the device.
+            chunks: those of the step, which `Rows.advance` has advanced `host` by.
         """
-        state = self.state
-        ids = np.array([chunk.row for _, chunk in drawing], np.int64)
-        which = np.array([index for index, _ in drawing], np.int64)
-        words = np.concatenate((np.stack((ids, which)), draw_words(self.host.draws[ids])))
-        sent = to_device(words, state.positions.device)
-        rows, table = sent[0], DrawTable.of_words(sent[2:])
-        state.last_tokens.index_copy_(0, rows, tokens.index_select(0, sent[1]).clamp(min=0))
-        for column, sent_column in zip(state.draws.columns, table.columns, strict=True):
-            column.index_copy_(0, rows, sent_column)
+        ids = np.array([chunk.row for chunk in chunks], np.int64)
+        order = np.stack((ids, self.host.positions[ids]))
+        return np.concatenate((order, draw_words(self.host.draws[ids])))
+
+    def store_chunks(self, words: torch.Tensor) -> None:
+        """Writes what `chunk_words` returned, sent to the device, into the rows' state."""
+        if words.shape[1]:
+            self.state.positions.index_copy_(0, words[0], words[1])
+            self._draw_words.index_copy_(1, words[0], words[2:])
+
+    def table_words(self) -> np.ndarray:
+        """Returns the entries that the device's tables lack, `[2, n]` int64: indices and block
+        ids.
+        """
+        if not self._unsent:
+            return np.zeros((2, 0), np.int64)
+        return np.stack(_last_entries(self._unsent, tuple(self.state.tables.shape)))
+
+    def store_tables(self, words: torch.Tensor) -> None:
+        """Writes what `table_words` returned, sent to the device, into the device's tables."""
+        if words.shape[1]:
+            kernels.write_table_entries(self.state.tables, words[0], words[1].int())
+        self._unsent = []
+
+    def keep_drawn(self, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Stores the tokens that chunks drew for their rows.
+
+        Args:
+            row_ids: `[n]` int64, all different.
+            tokens: `[n]` int64.
+        """
+        self.state.last_tokens.index_copy_(0, row_ids, tokens.clamp(min=0))
 
     def keep_tokens(self, row_ids: np.ndarray, tokens: np.ndarray) -> None:
         """Stores tokens that another rank drew, as `Rows.keep_drawn` does.

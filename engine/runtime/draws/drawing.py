@@ -6,6 +6,7 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 
 import numpy as np
@@ -22,7 +23,13 @@ from engine.runtime.draws.logprobs import (
 )
 from engine.runtime.draws.rows import Rows, num_leading_equal
 from engine.runtime.draws.rules import RuledRows
-from engine.runtime.draws.sampler import Scores, draw_record, draw_table, draw_tokens
+from engine.runtime.draws.sampler import (
+    Scores,
+    draw_inputs,
+    draw_record,
+    draw_sent,
+    draw_table,
+)
 from kernels import DRAW_RECORD, DrawTable, draw_kinds
 
 __all__ = ["ChunkDraws", "DecodeRows"]
@@ -117,8 +124,6 @@ class ChunkDraws:
         is_processed: as in `ReportedTokens.among`.
 
     Attributes:
-        single: (index among all draws, chunk) of the chunks that draw one token; their rows
-            decode that token next.
         ruled: (row of the scores, chunk) of the chunks that draw and have rules or a mask. The
             first list has those that draw after known tokens, the next one those that draw after
             one draft, and so on: a row is once in each.
@@ -140,28 +145,47 @@ class ChunkDraws:
         self._drawing = [
             (row, chunk, place) for row, (chunk, place) in enumerate(self._places) if chunk.draws
         ]
+        draws = [
+            (row, chunk.end + place, p) for row, chunk, place in self._drawing for p in chunk.draws
+        ]
+        # Per draw: its row of the scores, the position of its token, its parameters.
+        self._rows = [row for row, _, _ in draws]
+        self._ends = [end for _, end, _ in draws]
+        self._params = [params for _, _, params in draws]
         self._wants_logprobs = any(chunk.wants_logprobs for _, chunk, _ in self._drawing)
         self._is_processed = is_processed
         self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk, _ in self._places if chunk.num_top})
-        self.single = list(self._find_single())
         self.ruled = self._find_ruled()
         self.with_processors = [
             (row, chunk) for row, chunk, _ in self._drawing if chunk.processed is not None
         ]
         self.keeps_raw = self._keeps_raw()
 
-    def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
+    @cached_property
+    def _records(self) -> np.ndarray:
+        """The parameters of the draws, `[draws]` of `DRAW_RECORD`."""
+        return np.array([draw_record(params) for params in self._params], DRAW_RECORD)
+
+    def inputs(self) -> np.ndarray:
+        """Returns what `draw` needs on the device of the scores, `[columns, draws]` int64."""
+        return draw_inputs(self._records, self._rows, self._ends)
+
+    def draw(
+        self, scores: Scores, raw: Scores, inputs: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
             scores: the step's scores; the first rows are those of the chunks that need logits.
             raw: the model's own scores.
+            inputs: what `inputs` returned, on the device; None to send it.
 
         Returns:
             Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
-        return [*self._draw(scores, raw), *self._most_likely(raw.logits)]
+        drawn = self._draw(scores, raw, inputs) if self._drawing else ()
+        return [*drawn, *self._most_likely(raw.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
         """Returns one output per chunk; None for a chunk that needs no logits.
@@ -199,33 +223,36 @@ class ChunkDraws:
                     ruled[index].append((row + index, known))
         return ruled
 
-    def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
-        index = 0
+    @cached_property
+    def single(self) -> np.ndarray:
+        """`[2, n]` int64; rows of the chunks that draw one token, which the row decodes next, and
+        the indices of these tokens among all drawn ones.
+        """
+        rows, indices, index = list[int](), list[int](), 0
         for chunk in self._chunks:
             if chunk.draws_for_row:
-                yield index, chunk
+                rows.append(chunk.row)
+                indices.append(index)
             index += len(chunk.draws) + chunk.num_drafts
+        return np.array((rows, indices), np.int64)
 
-    def _draw(self, scores: Scores, raw: Scores) -> Iterator[torch.Tensor]:
+    def _draw(
+        self, scores: Scores, raw: Scores, inputs: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
         """Yields the tokens, then log-probabilities and details if requested for any chunk."""
-        if not self._drawing:
-            return
-        draws = [
-            (row, chunk, chunk.end + place, params)
-            for row, chunk, place in self._drawing
-            for params in chunk.draws
-        ]
-        rows = [row for row, _, _, _ in draws]
-        records = np.array([draw_record(params) for _, _, _, params in draws], DRAW_RECORD)
-        ends = [end for _, _, end, _ in draws]
-        tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
+        if inputs is None:
+            inputs = to_device(self.inputs(), scores.logits.device)
+        tokens = draw_sent(scores, self._records, inputs)
         yield tokens
         if self._wants_logprobs:
-            logit_rows = to_device(np.array(rows, np.int64), tokens.device)
-            yield kernels.token_logprobs(raw.logits, raw.maxima, tokens, logit_rows)
-        nums = np.array([chunk.num_logprobs for _, chunk, _, _ in draws], np.int64)
+            yield kernels.token_logprobs(raw.logits, raw.maxima, tokens, inputs[2])
+        nums = [chunk.num_logprobs for _, chunk, _ in self._drawing for _ in chunk.draws]
         self._reported = ReportedTokens.among(
-            nums, np.array(rows, np.int64), records, tokens.device, is_processed=self._is_processed
+            np.array(nums, np.int64),
+            np.array(self._rows, np.int64),
+            self._records,
+            tokens.device,
+            is_processed=self._is_processed,
         )
         if self._reported is not None:
             yield from self._reported.compute(scores, raw, tokens)

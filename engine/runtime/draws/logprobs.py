@@ -138,13 +138,13 @@ class DecodeReports:
 
     Attributes:
         ranked: `[m]` int64; indices of the rows that are ranked.
-        ranked_ids: the same on the device.
+        ranked_ids: the same on the device; None if there are none.
         reported: the rows whose `TokenLogprobs` are reported; None if there are none.
         keeps_raw: whether rules change logits that are reported as the model computed them.
     """
 
     ranked: np.ndarray
-    ranked_ids: torch.Tensor
+    ranked_ids: torch.Tensor | None
     reported: ReportedTokens | None
     keeps_raw: bool
 
@@ -162,10 +162,11 @@ class DecodeReports:
         """
         is_ranked, nums = rows.wants_logprobs[ids], rows.num_logprobs[ids]
         records = rows.draws[ids]
+        ranked = np.flatnonzero(is_ranked)
         reports_raw = reports_model_logprobs(is_ranked, nums, is_processed=is_processed)
         return cls(
-            ranked=np.flatnonzero(is_ranked),
-            ranked_ids=to_device(np.flatnonzero(is_ranked), device),
+            ranked=ranked,
+            ranked_ids=to_device(ranked, device) if len(ranked) else None,
             reported=ReportedTokens.among(
                 nums, np.arange(len(ids)), records, device, is_processed=is_processed
             ),
@@ -184,7 +185,7 @@ class DecodeReports:
             Tensors on the scores' device for `read`, `tokens` first.
         """
         tensors = [tokens]
-        if len(self.ranked):
+        if self.ranked_ids is not None:
             of_ranked = tokens.index_select(0, self.ranked_ids)
             tensors.append(
                 kernels.token_logprobs(raw.logits, raw.maxima, of_ranked, self.ranked_ids)

@@ -16,7 +16,15 @@ from engine.draw_params import DrawParams
 from engine.runtime.device import to_device
 from kernels import DRAW_RECORD, DrawTable, draw_kinds
 
-__all__ = ["Scores", "draw_record", "draw_table", "draw_tokens", "draw_words"]
+__all__ = [
+    "Scores",
+    "draw_inputs",
+    "draw_record",
+    "draw_sent",
+    "draw_table",
+    "draw_tokens",
+    "draw_words",
+]
 
 _stated_columns = attrgetter(*(DRAW_RECORD.names or ())[:-1])  # all but the seed
 
@@ -70,34 +78,52 @@ def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
     return DrawTable.of_words(to_device(draw_words(records), device))
 
 
-def draw_tokens(
-    scores: Scores, records: np.ndarray, rows: Sequence[int], positions: np.ndarray
-) -> torch.Tensor:
+def draw_inputs(records: np.ndarray, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Returns what `draw_sent` needs on the device of the scores.
+
+    Args:
+        records: `[n]` of `DRAW_RECORD`.
+        rows: per draw, the row of the scores that it draws from.
+        positions: per draw, the position of the token.
+
+    Returns:
+        `[3 + columns of a DrawTable, n]` int64: numbers of the draws, positions, rows, parameters.
+    """
+    order = np.array((range(len(records)), positions, rows), np.int64)
+    return np.concatenate((order, draw_words(records)))
+
+
+def draw_sent(scores: Scores, records: np.ndarray, inputs: torch.Tensor) -> torch.Tensor:
     """Draws tokens; does not wait for the device.
 
     Args:
         scores: scores of the rows.
         records: `[n]` of `DRAW_RECORD`.
-        rows: per draw, the row of the scores that it draws from.
-        positions: `[n]` int64; per draw, the position of the token.
+        inputs: what `draw_inputs` returned, on the device.
 
     Returns:
         `[n]` int64 token ids; the row's likeliest token if that is negative, which stands
         for none. Such a row does not affect the others.
     """
-    device = scores.logits.device
     is_random, is_filtered = draw_kinds(records)
+    draw_ids, positions, logit_rows = inputs[:3]
     if not is_random.any():
-        return scores.likeliest.index_select(0, to_device(np.array(rows, np.int64), device))
-    order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
-    draw_ids, sent_positions, logit_rows = to_device(order, device)
+        return scores.likeliest.index_select(0, logit_rows)
     return kernels.draw_tokens(
         scores.logits,
         scores.maxima,
         scores.likeliest,
-        draw_table(records, device),
+        DrawTable.of_words(inputs[3:]),
         draw_ids=draw_ids,
-        positions=sent_positions,
+        positions=positions,
         logit_rows=logit_rows,
         filtered=bool(is_filtered.any()),
     )
+
+
+def draw_tokens(
+    scores: Scores, records: np.ndarray, rows: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """Sends the inputs of draws to the device, and draws as `draw_sent` does."""
+    inputs = to_device(draw_inputs(records, rows, positions), scores.logits.device)
+    return draw_sent(scores, records, inputs)

@@ -104,20 +104,22 @@ class TrialSteps:
         Args:
             num_tokens: the most tokens.
             max_seqs: the most sequences.
-            uses_all_memory: whether the sequences have logit rules, and log-probabilities of
-                all tokens are reported. The step then runs twice, as the first run allocates
-                the table of rules after the forward pass.
+            uses_all_memory: whether the sequences have logit rules and draft tokens, if the
+                engine drafts, and log-probabilities of all tokens are reported. The step then
+                runs twice, as the first run allocates the table of rules after the forward pass.
 
         Returns:
             The number of tokens of the step.
         """
-        lengths = _dummy_lengths(num_tokens, max_seqs, self._info.max_model_len)
+        max_drafts = self._config.max_drafts if uses_all_memory else 0
+        lengths = _dummy_lengths(num_tokens, max_seqs, self._info.max_model_len, 1 + max_drafts)
         chunks = tuple(
             ScheduledChunk(
                 row,
                 (0,) * length,
                 0,
                 (_DUMMY_RULED_DRAW if uses_all_memory else _DUMMY_DRAW,),
+                num_drafts=min(max_drafts, length - 1),
                 wants_logprobs=True,
                 num_logprobs=MAX_LOGPROBS if uses_all_memory else NO_LOGPROBS,
                 prompt_targets=(0,) * length if uses_all_memory else (),
@@ -166,13 +168,16 @@ class TrialSteps:
         return min(times)
 
 
-def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:
+def _dummy_lengths(
+    num_tokens: int, max_seqs: int, max_model_len: int, shortest: int = 1
+) -> Iterator[int]:
     """Yields lengths that sum to `num_tokens`, of as many sequences as possible; the first ones
-    are as long as possible.
+    are as long as possible, and none is shorter than `shortest`.
     """
-    num_seqs = min(max_seqs, num_tokens)
-    num_spare = num_tokens - num_seqs
+    shortest = min(shortest, num_tokens)
+    num_seqs = min(max_seqs, num_tokens // shortest)
+    num_spare = num_tokens - num_seqs * shortest
     for _ in range(num_seqs):
-        num_extra = min(num_spare, max_model_len - 1)
+        num_extra = min(num_spare, max_model_len - shortest)
         num_spare -= num_extra
-        yield 1 + num_extra
+        yield shortest + num_extra

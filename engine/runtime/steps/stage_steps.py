@@ -14,7 +14,7 @@ from typing_extensions import override
 from engine.batch import ScheduledBatch, StepOutput
 from engine.runtime.device import fetch
 from engine.runtime.draws.rows import drawing_rows
-from engine.runtime.steps.device_decode import GraphRecorder
+from engine.runtime.steps.device_forward import GraphRecorder
 from engine.runtime.steps.device_steps import DeviceSteps
 from engine.runtime.steps.host_steps import HostSteps
 from engine.runtime.steps.steps import FinishedStep, LaunchedStep, StepModel
@@ -123,8 +123,10 @@ class DeviceStageSteps(DeviceSteps):
         if self._tokens is not None:
             self._tokens.store(self._decode_ids)
             self._tokens.expect(batch, self._decode_ids)
-        hidden = self._compute_chunks(batch) if batch.chunks else self._run_decode()
-        self._decode.advance(len(self._decode_ids))
+        step = self._begin(batch)
+        self._receive_hidden(step.num_tokens)
+        hidden = self._run(step)[: step.num_tokens]
+        self._decode.advance(self._forward.row_ids(step.decode_seqs))
 
         def send(tensors: Sequence[torch.Tensor]) -> StepOutput:
             self._ranks.send_hidden(tensors[0])
@@ -136,10 +138,3 @@ class DeviceStageSteps(DeviceSteps):
     def finish(self) -> None:
         if self._tokens is not None:
             self._tokens.drop()
-
-    def _compute_chunks(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Computes a step of chunks and decoding rows; returns the hidden states of all tokens."""
-        inputs, model = self._chunk_inputs(batch), self._model
-        kv = model.paged_kv(inputs.layer_groups)
-        hidden: torch.Tensor = model.model(inputs.of_model, inputs.positions, kv)
-        return hidden

@@ -71,6 +71,11 @@ class StepModel:
         return -(-self.max_model_len // self.block_size)
 
     @property
+    def max_logit_rows(self) -> int:
+        """Maximum number of tokens whose logits are computed in a step."""
+        return min(self.max_rows * (1 + self.max_drafts), max(self.max_rows, self.max_tokens))
+
+    @property
     def device(self) -> torch.device:
         """The device of the model and the KV cache."""
         return self.kv.states.device
