@@ -1,49 +1,17 @@
 """An engine waits for its turn before it schedules a step, and does all else meanwhile."""
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
 
 from engine.batch import ScheduledBatch
 from engine.loop.core import EngineCore
 from engine.request import EngineOutput
-from engine.runner import NoTurns
 from kvstore.connector import KvConnectorScheduler
 from tests.support.driven_scheduler import request
 from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_model import expected_tokens
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
+from tests.support.held_turns import HeldTurns
 from tests.support.prefill_core import with_role
-
-
-@dataclass(slots=True)
-class HeldTurns(NoTurns):
-    """Turns that another engine may hold.
-
-    Attributes:
-        is_held: whether another engine has its turn, until this one has waited often enough.
-        in_waits: calls during this engine's next waits, each of which wakes it.
-        is_taken: whether this engine has its turn.
-    """
-
-    is_held: bool = False
-    in_waits: list[Callable[[], object]] = field(default_factory=list)
-    is_taken: bool = False
-
-    def take(self, woken: threading.Event | None = None) -> bool:
-        assert not self.is_taken
-        if self.is_held and woken is not None:
-            if self.in_waits:
-                self.in_waits.pop(0)()
-            else:
-                self.is_held = False
-        self.is_taken = not self.is_held
-        return self.is_taken
-
-    def end(self) -> None:
-        self.is_taken = False
 
 
 class Engine:
