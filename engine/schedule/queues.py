@@ -71,11 +71,6 @@ class GroupQueues:
         """Whether groups run, or may be admitted by the next step."""
         return bool(self._running or self._waiting)
 
-    @property
-    def num_present(self) -> int:
-        """Number of running sequences, and of requests that wait for blocks or for a load."""
-        return self.num_running + self.num_waiting
-
     def num_leaving(self, limit: int) -> int:
         """Returns how many groups run or wait here and will decode in another engine.
 

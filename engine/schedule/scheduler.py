@@ -277,11 +277,13 @@ class Scheduler:
             is_bounded: whether its prompts are bounded by time. A step that tries a group alone
                 is not: no sequence decodes in it.
         """
-        began_at, num_decoding = self._times.now(), len(self._decoding)
-        num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in self._chunking())
-        num_decoding = num_decoding if is_bounded else 0
-        num_present, num_leaving = self._queues.num_present, self._queues.num_leaving
-        prompt_budget = self._times.prompt_budget(num_decoding, num_present, num_leaving)
+        began_at, chunking = self._times.now(), list(self._chunking())
+        num_decoding = len(self._decoding)
+        num_present = num_decoding + len(chunking) + self._queues.num_waiting
+        num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in chunking)
+        prompt_budget = self._times.prompt_budget(
+            num_decoding if is_bounded else 0, num_present, self._queues.num_leaving
+        )
         self._metrics.step_limited(self._times.limit_s)
         budget = self._config.max_num_batched_tokens
         return StepPlan(
