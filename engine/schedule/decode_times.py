@@ -3,7 +3,8 @@
 A step of n tokens takes about `fixed_s + n * token_s`. The line goes through the mean of recent
 steps, so that it is right at their size, whatever else changes. Its slope is that of least squares
 through the means of steps of similar sizes: the time of a token shows when steps have other sizes,
-and must not be forgotten while all have the same. Until sizes differ, it is an estimate.
+and must not be forgotten while all have the same. Until sizes differ, it is an estimate, from which
+the few first steps of a size change it little: they are recorded, or disturbed.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ MEAN_RATE = 0.2
 """The weight of a step in a mean."""
 MAX_RATIO = 2.0
 """To its expected time, up to which a step counts: it may have been disturbed."""
-_SPREAD = 16.0
+_SPREAD = 64.0
 """The weight of the estimate, as a sum of squares of sizes' distances from their mean."""
+_FULL_COUNT = 16
+"""So many steps give their mean its full weight."""
 _MIN_S = 1e-9
 
 
@@ -26,13 +29,16 @@ class _Mean:
     Attributes:
         num_tokens: mean of their tokens.
         seconds: mean of their times.
+        count: their number.
     """
 
     num_tokens: float
     seconds: float
+    count: int = 1
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Adds a step."""
+        self.count += 1
         self.num_tokens += MEAN_RATE * (num_tokens - self.num_tokens)
         self.seconds += MEAN_RATE * (seconds - self.seconds)
 
@@ -91,11 +97,13 @@ class DecodeTimes:
     def _slope_s(self) -> float:
         """Returns the seconds of a token by least squares."""
         means = self._by_size.values()
-        mean_tokens = sum(mean.num_tokens for mean in means) / len(means)
-        mean_s = sum(mean.seconds for mean in means) / len(means)
+        weights = [min(1.0, mean.count / _FULL_COUNT) for mean in means]
+        pairs = list(zip(weights, means, strict=True))
+        mean_tokens = sum(weight * mean.num_tokens for weight, mean in pairs) / sum(weights)
+        mean_s = sum(weight * mean.seconds for weight, mean in pairs) / sum(weights)
         spread, rise = _SPREAD, _SPREAD * self._expected_token_s
-        for mean in means:
-            distance = mean.num_tokens - mean_tokens
-            spread += distance * distance
+        for weight, mean in pairs:
+            distance = weight * (mean.num_tokens - mean_tokens)
+            spread += distance * (mean.num_tokens - mean_tokens)
             rise += distance * (mean.seconds - mean_s)
         return rise / spread
