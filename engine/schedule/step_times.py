@@ -132,13 +132,16 @@ class StepTimes:
         return max(_MIN_TOKENS, num_tokens - num_tokens % _MIN_TOKENS - num_decoded)
 
     def _wish(self, num_decoding: int, num_present: int) -> TurnWish:
-        """Returns how long a turn of others the sequences that decode can bear before their step.
+        """Returns how long turns of others may be beside the sequences that decode.
+
+        A request that others hand over when a step has just begun waits for that step, for another
+        turn of theirs, and for its own step.
 
         Args:
-            num_decoding: their number.
+            num_decoding: number of sequences that decode.
             num_present: those and all others that will soon decode.
         """
-        own_s = self._decode.step_s(self._tokens_per_step(num_decoding))
+        own_s = 2 * self._decode.step_s(self._tokens_per_step(num_decoding))
         present_s, full_s = self._longest_s(num_present), self._longest_s(self._max_running)
         return TurnWish(
             turn_s=max(_MIN_S, present_s - own_s),

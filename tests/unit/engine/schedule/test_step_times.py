@@ -106,10 +106,10 @@ def test_one_disturbed_step_changes_little() -> None:
 
 def test_the_wish_of_an_engine_that_waits_for_its_turn_bounds_others_steps() -> None:
     prompts, streams = Device(0.0, MS), Device(0.0, MS)
-    streams.budget(50)
+    streams.budget(30, 60)
     wish = streams.turns.wish
     assert wish is not None
-    assert wish.turn_s == pytest.approx(3 * 50 * MS)
+    assert wish.turn_s == pytest.approx((4 * 60 - 2 * 30) * MS)
 
     prompts.turns.others_wish = wish
     assert prompts.budget(0, 40) == 128
@@ -128,10 +128,10 @@ def test_requests_that_will_decode_elsewhere_lengthen_the_turns_that_others_bear
         prompts.turns.others_wish = streams.turns.wish
         prompts.budget(0, 99, num_leaving)
         num_soon = min(64, max(num_decoding, num_present) + num_leaving)
-        assert prompts.times.limit_s == pytest.approx((4 * num_soon - num_decoding) * MS)
+        assert prompts.times.limit_s == pytest.approx((4 * num_soon - 2 * num_decoding) * MS)
     numbered = Device(0.0, MS, max_step_ms=100)
     numbered.budget(10)
-    assert numbered.turns.wish == TurnWish(pytest.approx(90 * MS), 0.0, pytest.approx(90 * MS))
+    assert numbered.turns.wish == TurnWish(pytest.approx(80 * MS), 0.0, pytest.approx(80 * MS))
 
 
 def test_waits_for_turns_are_no_times_of_steps() -> None:
