@@ -285,7 +285,7 @@ class Scheduler:
             num_decoding if is_bounded else 0, num_present, self._queues.num_leaving
         )
         self._metrics.step_limited(self._times.limit_s)
-        budget = self._config.max_num_batched_tokens
+        budget = self._config.max_step_tokens
         return StepPlan(
             step=(step := self._num_steps + 1),
             budget=budget - self._decoding.num_in(step),
