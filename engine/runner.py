@@ -4,6 +4,7 @@
 scheduler with a fake runner.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ __all__ = [
     "PendingOutput",
     "Runner",
     "StepCosts",
+    "TurnWish",
 ]
 
 
@@ -100,10 +102,35 @@ class PendingOutput(Protocol):
         """
 
 
-class EngineTurns(Protocol):
-    """The turns in which an engine and others compute on the same cores. Any thread may use it."""
+@dataclass(frozen=True, slots=True)
+class TurnWish:
+    """The longest turn of other engines that an engine with streams can bear, in seconds.
 
-    wish_s: float | None
+    Attributes:
+        turn_s: with the requests that it has; more than 0.
+        sequence_s: what it can bear besides for each sequence that it will soon decode, too.
+        max_s: the most, however many these are.
+    """
+
+    turn_s: float
+    sequence_s: float
+    max_s: float
+
+    def limit_s(self, num_sequences: int) -> float:
+        """Returns the longest turn.
+
+        Args:
+            num_sequences: how many sequences will soon decode there besides its own.
+        """
+        return max(self.turn_s, min(self.max_s, self.turn_s + num_sequences * self.sequence_s))
+
+
+class EngineTurns(Protocol):
+    """The turns in which an engine and others compute on the same cores. Any thread may read its
+    attributes; one thread at a time may take a turn.
+    """
+
+    wish: TurnWish | None
     """The longest turn of other engines that this one can bear; None if any may be long."""
 
     @property
@@ -111,17 +138,37 @@ class EngineTurns(Protocol):
         """Seconds waited for turns, and for kernels to be compiled, in all and until now."""
 
     @property
-    def others_wish_s(self) -> float | None:
+    def others_wish(self) -> TurnWish | None:
         """The longest turn that another engine could bear a moment ago; None for no limit."""
+
+    def take(self, woken: threading.Event | None = None) -> bool:
+        """Waits for this engine's turn, in which the runner's next step computes.
+
+        Args:
+            woken: ends the wait when it is set; None not to wait.
+
+        Returns:
+            Whether it is this engine's turn. It ends with the step, or by `end`.
+        """
+
+    def end(self) -> None:
+        """Ends the turn, if there is one."""
 
 
 @dataclass(slots=True)
 class NoTurns:
     """The `EngineTurns` of an engine that computes without waiting for others."""
 
-    wish_s: float | None = None
+    wish: TurnWish | None = None
     waited_s: float = 0.0
-    others_wish_s: float | None = None
+    others_wish: TurnWish | None = None
+
+    def take(self, woken: threading.Event | None = None) -> bool:
+        """Returns True."""
+        return True
+
+    def end(self) -> None:
+        """Does nothing."""
 
 
 class Runner(Protocol):

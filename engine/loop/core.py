@@ -3,6 +3,10 @@
     core.run_step(on_outputs)  # schedule -> execute -> commit -> outputs -> saves
     core.wait()                # sleeps while nothing can run
 
+An engine that computes in turn with others waits for its turn before it schedules, so that the step
+has the requests that came or were loaded meanwhile. Calls, transfers and `wake` end that wait; the
+next `run_step` goes on with it.
+
 With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1 computes: the
 scheduler works while the runner does. With pipeline stages as many steps are in flight as stages.
 
@@ -257,6 +261,37 @@ class EngineCore:
     # A step.
 
     def _compute_step(self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]) -> Outputs:
+        if self.config.async_scheduling:  # a thread of the runner waits for turns
+            return self._schedule_and_run(on_outputs, on_scheduled)
+        if not self._take_turn():
+            return []
+        try:
+            return self._schedule_and_run(on_outputs, on_scheduled)
+        finally:
+            self._runner.turns.end()
+
+    def _take_turn(self) -> bool:
+        """Waits for the engine's turn if there may be something to compute. Loads run meanwhile.
+
+        Returns:
+            False if `wake` has ended the wait.
+        """
+        turns = self._runner.turns
+        if turns.take():
+            return True
+        may_compute = self.scheduler.start_loads()
+        self._start_transfers()
+        if not may_compute:
+            return True
+        if not turns.take(self._woken):
+            self._woken.clear()
+            return False
+        self._timer.end_phase("execute")
+        return True
+
+    def _schedule_and_run(
+        self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]
+    ) -> Outputs:
         batch = self.scheduler.schedule()
         self._timer.end_phase("schedule")
         num_tokens = self._loop.num_run(batch)

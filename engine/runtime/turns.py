@@ -16,22 +16,26 @@ change runs its step without a turn, beside the other engine. Its later steps do
 so without waiting, until `turn` is free or its stamp changes.
 
 An engine whose streams wait with it writes its wish behind the stamp: how long a
-turn of another engine may be. The others read it when they schedule, and bound
-their steps. Of several wishes the shortest counts. A wish is good for about a second
-and written again during longer waits, so it need not be withdrawn.
+turn of another engine may be, and how much longer for each sequence that comes to
+it soon. The others read it when they schedule, and bound their steps. Of several
+wishes the shortest counts. A wish is good for about a second and written again
+during longer waits, so it need not be withdrawn.
 """
 
 import fcntl
 import logging
 import os
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum, auto
 from pathlib import Path
 
 from baton.common.errors import ConfigurationError
+from engine.runner import TurnWish
 
 __all__ = ["Turns"]
 
@@ -48,13 +52,26 @@ _NEXT_SLEEP_S = 0.0005
 """Time between polls of `next`, equal for all engines however long they have waited."""
 
 _STAMP_BYTES = 8
-_WISH = struct.Struct("dd")
-"""Behind the stamp: the wish, and the time of the machine's monotonic clock until which it is
-good. An engine that still has the wish writes it again before."""
+_WISH = struct.Struct("dddd")
+"""Behind the stamp: `TurnWish.turn_s`, the time of the machine's monotonic clock until which the
+wish is good, and its other two fields. An engine that still has the wish writes it again before."""
 _MAX_WISH_S = 3600.0
 _FILE_BYTES = _STAMP_BYTES + _WISH.size
 
 _logger = logging.getLogger("baton.engine")
+
+
+class _Wait(Enum):
+    """How a wait for a lock ended.
+
+    LOCKED: with the lock.
+    OVERDUE: the turn of another engine lasts too long.
+    WOKEN: the caller ended it.
+    """
+
+    LOCKED = auto()
+    OVERDUE = auto()
+    WOKEN = auto()
 
 
 class Turns:
@@ -70,7 +87,7 @@ class Turns:
             but is no part of a step either.
 
     Attributes:
-        wish_s: as in `engine.runner.EngineTurns`; other engines learn it when this one waits.
+        wish: as in `engine.runner.EngineTurns`; other engines learn it when this one waits.
 
     Raises:
         ConfigurationError: the lock files cannot be created there.
@@ -83,14 +100,15 @@ class Turns:
         read_compiling_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._read_compiling_s = read_compiling_s
-        self.wish_s: float | None = None
+        self.wish: TurnWish | None = None
         self._written_wish = b""
         self._rewrite_at = 0.0
         self._longest_turn_s = longest_turn_s
-        self._files = () if folder is None else _open_files(Path(folder))
+        self._files: tuple[int, ...] = () if folder is None else _open_files(Path(folder))
         self._seen_stamp: bytes | None = None
         self._seen_at = 0.0
         self._runs_beside = False
+        self._has_turn = self._is_locked = False
         self._wait = 0.0, 0.0  # seconds waited before, and when the present wait began; 0: none
         _all_turns.add(self)
 
@@ -107,7 +125,7 @@ class Turns:
         return total + (time.monotonic() - began if began else 0.0)
 
     @property
-    def others_wish_s(self) -> float | None:
+    def others_wish(self) -> TurnWish | None:
         """The shortest wish of another engine, if it is still good. Any thread may read it."""
         files = self._files
         try:
@@ -116,22 +134,34 @@ class Turns:
             return None  # the files lie on another machine, or were just closed
         if len(record) < _WISH.size or record == self._written_wish:
             return None
-        wish_s, good_until = _WISH.unpack(record)
+        turn_s, good_until, sequence_s, max_s = _WISH.unpack(record)
         # A later time is that of a clock before the machine was started again.
-        is_good = 0 < good_until - time.monotonic() <= _time_good_s(wish_s)
-        return wish_s if is_good and 0 < wish_s <= _MAX_WISH_S else None
+        is_good = 0 < good_until - time.monotonic() <= _time_good_s(turn_s)
+        if not (is_good and 0 < turn_s <= _MAX_WISH_S and 0 <= sequence_s <= _MAX_WISH_S):
+            return None
+        return TurnWish(turn_s, sequence_s, max_s)
 
     @contextmanager
     def wait_for_turn(self) -> Iterator[None]:
-        """Waits for this engine's turn and keeps it until the block ends. Cannot be nested."""
-        if not self._files or not self._lock_turn(*self._files):
-            yield
-            return
-        _, turn = self._files
+        """Waits for this engine's turn, unless `take` has, and keeps it until the block ends.
+        Cannot be nested.
+        """
+        if not self._has_turn:
+            self._lock_turn(_sleep)
         try:
             yield
         finally:
-            fcntl.flock(turn, fcntl.LOCK_UN)
+            self.end()
+
+    def take(self, woken: threading.Event | None = None) -> bool:
+        """Waits for this engine's turn, for `wait_for_turn`; see `engine.runner.EngineTurns`."""
+        return self._lock_turn(_try_once if woken is None else woken.wait)
+
+    def end(self) -> None:
+        """Ends the turn, if there is one."""
+        if self._is_locked and self._files:
+            fcntl.flock(self._files[1], fcntl.LOCK_UN)
+        self._has_turn = self._is_locked = False
 
     def close(self) -> None:
         """Closes the lock files: steps run without waiting from now on. Idempotent."""
@@ -139,64 +169,92 @@ class Turns:
         for file in files:
             os.close(file)
 
-    def _lock_turn(self, next_file: int, turn: int) -> bool:
-        """Locks and stamps `turn`; returns False if another engine's turn lasts too long."""
+    def _lock_turn(self, nap: "_Nap") -> bool:
+        """Locks and stamps `turn`, or computes beside another engine whose turn lasts too long.
+
+        Returns:
+            Whether this engine may compute; False if `nap` ended the wait.
+        """
+        if not self._files:
+            self._has_turn = True
+            return True
         self._wait = self._wait[0], time.monotonic()
-        self._write_wish(turn)
+        self._write_wish()
         try:
-            is_locked = self._lock_next_then_turn(next_file, turn)
+            ending = self._lock_next_then_turn(nap)
         finally:
             self._wait = self._waited_for_turns_s, 0.0
-        if is_locked:
+        if ending is _Wait.WOKEN:
+            return False
+        self._has_turn, self._is_locked = True, ending is _Wait.LOCKED
+        if self._is_locked:
             with suppress(OSError):  # without a new stamp, the turn only looks longer to others
-                os.pwrite(turn, os.urandom(_STAMP_BYTES), 0)
+                os.pwrite(self._files[1], os.urandom(_STAMP_BYTES), 0)
         elif not self._runs_beside:
             _logger.warning(
                 "another engine has been computing, or next in turn, for %g s: is it stopped? "
                 "Not waiting for it any more",
                 self._longest_turn_s,
             )
-        self._runs_beside = not is_locked
-        return is_locked
+        self._runs_beside = not self._is_locked
+        return True
 
-    def _write_wish(self, turn: int) -> None:
+    def _write_wish(self) -> None:
         """Writes the wish, unless another engine's is shorter."""
-        if (wish_s := self.wish_s) is None or (self.others_wish_s or wish_s) < wish_s:
+        wish, others_wish = self.wish, self.others_wish
+        if wish is None or (others_wish is not None and others_wish.turn_s < wish.turn_s):
             return
-        good_s = _time_good_s(wish_s)
+        good_s = _time_good_s(wish.turn_s)
         self._rewrite_at = time.monotonic() + good_s / 2
-        self._written_wish = _WISH.pack(wish_s, time.monotonic() + good_s)
+        good_until = time.monotonic() + good_s
+        self._written_wish = _WISH.pack(wish.turn_s, good_until, wish.sequence_s, wish.max_s)
         with suppress(OSError):  # the other engines' turns are as long as before
-            os.pwrite(turn, self._written_wish, _STAMP_BYTES)
+            os.pwrite(self._files[1], self._written_wish, _STAMP_BYTES)
 
-    def _lock_next_then_turn(self, next_file: int, turn: int) -> bool:
-        if not self._wait_for_lock(next_file, turn, _NEXT_SLEEP_S, _NEXT_SLEEP_S):
-            return False
+    def _lock_next_then_turn(self, nap: "_Nap") -> _Wait:
+        next_file, turn = self._files
+        ending = self._wait_for_lock(next_file, nap, _NEXT_SLEEP_S, _NEXT_SLEEP_S)
+        if ending is not _Wait.LOCKED:
+            return ending
         try:
-            return self._wait_for_lock(turn, turn, _MIN_SLEEP_S, _MAX_SLEEP_S)
+            return self._wait_for_lock(turn, nap, _MIN_SLEEP_S, _MAX_SLEEP_S)
         finally:
             fcntl.flock(next_file, fcntl.LOCK_UN)
 
     def _wait_for_lock(
-        self, file: int, turn: int, shortest_sleep_s: float, longest_sleep_s: float
-    ) -> bool:
-        """Locks `file`; returns False if one turn lasts too long before that."""
+        self, file: int, nap: "_Nap", shortest_sleep_s: float, longest_sleep_s: float
+    ) -> _Wait:
+        """Locks `file`, unless one turn lasts too long before that, or `nap` ends the wait."""
         started = time.monotonic()
         while not _try_lock(file):
             now = time.monotonic()
-            if self._is_overdue(turn, now):
-                return False
+            if self._is_overdue(now):
+                return _Wait.OVERDUE
             if now >= self._rewrite_at:  # the turn that it waits for is a long one
-                self._write_wish(turn)
+                self._write_wish()
             pause_s = (now - started) / _SLEEPS_PER_WAIT
-            time.sleep(min(max(pause_s, shortest_sleep_s), longest_sleep_s))
-        return True
+            if nap(min(max(pause_s, shortest_sleep_s), longest_sleep_s)):
+                return _Wait.WOKEN
+        return _Wait.LOCKED
 
-    def _is_overdue(self, turn: int, now: float) -> bool:
-        stamp = os.pread(turn, _STAMP_BYTES, 0)
+    def _is_overdue(self, now: float) -> bool:
+        stamp = os.pread(self._files[1], _STAMP_BYTES, 0)
         if stamp != self._seen_stamp:
             self._seen_stamp, self._seen_at = stamp, now
         return now - self._seen_at >= self._longest_turn_s
+
+
+_Nap = Callable[[float], bool]
+"""Sleeps for some seconds; returns whether to end the wait."""
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _try_once(seconds: float) -> bool:
+    return True
 
 
 def _open_files(folder: Path) -> tuple[int, int]:

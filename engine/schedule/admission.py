@@ -196,6 +196,11 @@ class Admission:
 
     # Waiting groups.
 
+    def start_loads(self) -> None:
+        """Admits the waiting groups that have KV to load. No step may be in flight."""
+        if self._queues.waiting and self._transfers.loads.may_find:
+            self.admit_waiting(StepPlan(step=0, budget=0))
+
     def admit_waiting(self, plan: StepPlan) -> None:
         """Admits waiting groups in order of importance.
 
@@ -220,7 +225,7 @@ class Admission:
                 continue
             # A swapped group goes on to decode, which needs no budget for prompts.
             is_full = plan.is_full if group.swapped is None else plan.budget <= 0
-            if is_full and not loads.may_find:
+            if is_full and (group.swapped is not None or not loads.may_find):
                 break  # without budget, groups can only start to load
             if not self._admit_any(group, plan):
                 break

@@ -1,6 +1,7 @@
 """`SchedulerParts`: what a scheduler is made of. Pure."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -190,6 +191,18 @@ class SchedulerParts:
             times=StepTimes(config, costs, clock, turns or NoTurns()),
             kv_bytes_per_token=info.kv_bytes_per_token,
         )
+
+    def check(self) -> None:
+        """Verifies that every block reference belongs to a sequence, a job or a fence.
+
+        Raises:
+            AssertionError: a block leaked or is held twice, which is a bug.
+        """
+        self.kv.check()
+        owned = [block for group in self.queues.groups.values() for block in group.held_blocks()]
+        owned += self.transfers.jobs.held_blocks() + self.kv.held_blocks()
+        if Counter(owned) != self.kv.pool.references():
+            raise AssertionError("reference counts differ from owners")
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine is."""

@@ -67,6 +67,19 @@ class GroupQueues:
         return sum(len(group.running) for group in self._running)
 
     @property
+    def may_run(self) -> bool:
+        """Whether groups run, or may be admitted by the next step."""
+        return bool(self._running or self._waiting)
+
+    def num_leaving(self, limit: int) -> int:
+        """Returns how many groups run or wait here and will decode in another engine.
+
+        Args:
+            limit: of the groups that wait, how many are counted.
+        """
+        return sum(group.hands_over for group in (*self._running, *self._waiting[:limit]))
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for blocks or for a load."""
         return len(self._waiting) + self._num_loading

@@ -13,7 +13,7 @@ touch are not reused before its output is in (`KvCacheManager.step_started`).
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -39,9 +39,9 @@ _logger = logging.getLogger("baton.engine")
 class Scheduler:
     """Queues, admission, preemption and bookkeeping of one engine.
 
-    Call order per step: `apply`, `take_compiled`, `expire`, `schedule`, (the runner), `commit`
-    or `fail`, `build_work`. Between steps: `add`, `abort`, `finish_candidate`,
-    `release_handoff`, `prefetch`, `lend_prefix`.
+    Call order per step: `apply`, `take_compiled`, `expire`, (`start_loads` and a wait,) `schedule`,
+    (the runner), `commit` or `fail`, `build_work`. Between steps: `add`, `abort`,
+    `finish_candidate`, `release_handoff`, `prefetch`, `lend_prefix`.
 
     Args:
         parts: what it is made of.
@@ -225,6 +225,16 @@ class Scheduler:
 
     # A step.
 
+    def start_loads(self) -> bool:
+        """Starts loads that `schedule` would start, if that must wait and no step is in flight.
+
+        Returns:
+            Whether `schedule` may find work for the runner.
+        """
+        if not self._retries.are_due:
+            self._admission.start_loads()
+        return self._queues.may_run
+
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step's work; None if nothing can run now."""
         retries = self._retries.are_due
@@ -269,9 +279,11 @@ class Scheduler:
         """
         began_at, chunking = self._times.now(), list(self._chunking())
         num_decoding = len(self._decoding)
-        num_present = num_decoding + len(chunking) + len(self._queues.waiting)
+        num_present = num_decoding + len(chunking) + self._queues.num_waiting
         num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in chunking)
-        prompt_budget = self._times.prompt_budget(num_decoding if is_bounded else 0, num_present)
+        prompt_budget = self._times.prompt_budget(
+            num_decoding if is_bounded else 0, num_present, self._queues.num_leaving
+        )
         self._metrics.step_limited(self._times.limit_s)
         budget = self._config.max_step_tokens
         return StepPlan(
@@ -304,13 +316,8 @@ class Scheduler:
                 continue  # ended or preempted meanwhile
             sequence.num_computed = chunk.end
             outputs += self._outputs.take_chunk(sequence, chunk, result, now)
-        self._outputs.take_decoded(
-            record.decoding,
-            output.decoded,
-            output.decoded_logprobs,
-            output.decoded_details,
-            outputs,
-        )
+        decoded = output.decoded, output.decoded_logprobs, output.decoded_details
+        self._outputs.take_decoded(record.decoding, *decoded, outputs)
         self._metrics.step_committed()
         self.kv.step_reported(batch.step)
         if self._drafts is not None:
@@ -345,16 +352,8 @@ class Scheduler:
         return [record.batch.step for record in self._in_flight]
 
     def check(self) -> None:
-        """Verifies that every block reference belongs to a sequence, a job or a fence.
-
-        Raises:
-            AssertionError: a block leaked or is held twice, which is a bug.
-        """
-        self.kv.check()
-        owned = [block for group in self._groups.values() for block in group.held_blocks()]
-        owned += self._transfers.jobs.held_blocks() + self.kv.held_blocks()
-        if Counter(owned) != self.kv.pool.references():
-            raise AssertionError("reference counts differ from owners")
+        """Raises an AssertionError if a block leaked or is held twice; see `SchedulerParts`."""
+        self._parts.check()
 
     def _start_step(self, plan: StepPlan) -> ScheduledBatch | None:
         members = self._decoding.members(plan.step)

@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from baton.common.errors import ConfigurationError
+from engine.runner import TurnWish
 from engine.runtime import turns as turns_module
 from engine.runtime.turns import Turns
 from tests.support.turn_taker import is_held, wait_until
 
 BOUND_S = 0.05
+SHORT, LONG = TurnWish(0.05, 0.001, 0.2), TurnWish(2.0, 0.0, 2.0)
 
 
 class TurnTaker:
@@ -130,26 +132,26 @@ def test_the_wish_of_an_engine_reaches_others_for_a_moment(make, monkeypatch):
     waiting, other = make(), make()
     now = 1000.0
     monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
-    for wish_s, good_s in ((0.05, 1.0), (2.0, 8.0)):
-        waiting.wish_s = wish_s
+    for wish, good_s in ((SHORT, 1.0), (LONG, 8.0)):
+        waiting.wish = wish
         with waiting.wait_for_turn():
-            assert other.others_wish_s == wish_s
-        assert waiting.others_wish_s is None, "its own"
-        waiting.wish_s = None
+            assert other.others_wish == wish
+        assert waiting.others_wish is None, "its own"
+        waiting.wish = None
         with waiting.wait_for_turn():
-            assert other.others_wish_s == wish_s, "it is not withdrawn"
+            assert other.others_wish == wish, "it is not withdrawn"
         now += 0.99 * good_s
-        assert other.others_wish_s == wish_s
+        assert other.others_wish == wish
         now += 0.02 * good_s
-        assert other.others_wish_s is None
+        assert other.others_wish is None
     now -= 500.0  # the machine was started again
-    assert other.others_wish_s is None
+    assert other.others_wish is None
 
 
 def test_a_wish_outlives_a_long_turn(make, monkeypatch):
     """It is written again while its engine waits."""
     waiting, computing = make(), make()
-    waiting.wish_s = 0.05
+    waiting.wish = SHORT
     now = 1000.0
     monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
     naps = 0
@@ -157,7 +159,7 @@ def test_a_wish_outlives_a_long_turn(make, monkeypatch):
     def nap(seconds):
         nonlocal now, naps
         now, naps = now + 0.3, naps + 1
-        assert computing.others_wish_s == 0.05
+        assert computing.others_wish == SHORT
         if naps == 10:
             held.close()
 
@@ -170,30 +172,61 @@ def test_a_wish_outlives_a_long_turn(make, monkeypatch):
 
 def test_the_shortest_of_several_wishes_counts(make):
     first, second, other = make(), make(), make()
-    for turns, wish_s in ((first, 0.05), (second, 2.0), (first, 0.05)):
-        turns.wish_s = wish_s
+    for turns, wish in ((first, SHORT), (second, LONG), (first, SHORT)):
+        turns.wish = wish
         with turns.wait_for_turn():
-            assert other.others_wish_s == 0.05
-    first.wish_s = 0.02
+            assert other.others_wish == SHORT
+    first.wish = TurnWish(0.02, 0.0, 0.02)
     with first.wait_for_turn():
-        assert second.others_wish_s == 0.02
+        assert second.others_wish == first.wish
 
 
 def test_a_wish_that_is_no_time_is_ignored(make, tmp_path):
     turns = make()
-    for wish_s in (math.nan, math.inf, 0.0, -1.0, 1e308):
-        record = struct.pack("dd", wish_s, time.monotonic() + 0.5)
-        (tmp_path / "turn").write_bytes(bytes(8) + record)
-        assert turns.others_wish_s is None
+    for bad in (math.nan, math.inf, -1.0, 1e308):
+        for wish in (TurnWish(bad, 0.0, 1.0), TurnWish(0.1, bad, 1.0), TurnWish(0.0, 0.0, 1.0)):
+            fields = wish.turn_s, time.monotonic() + 0.5, wish.sequence_s, wish.max_s
+            (tmp_path / "turn").write_bytes(bytes(8) + struct.pack("dddd", *fields))
+            assert turns.others_wish is None
+        assert 0.1 <= TurnWish(0.1, 0.1, bad).limit_s(3) <= 0.4, "its longest turn bounds nothing"
 
 
 def test_files_of_an_older_version_have_no_wish(make, tmp_path):
     (tmp_path / "turn").write_bytes(b"stamp of")
     older = make()
-    assert (tmp_path / "turn").stat().st_size == 24
-    assert older.others_wish_s is None
+    assert (tmp_path / "turn").stat().st_size == 40
+    assert older.others_wish is None
     os.truncate(tmp_path / "turn", 8)
-    assert older.others_wish_s is None
+    assert older.others_wish is None
+
+
+def test_a_turn_is_taken_before_the_step_that_computes_in_it(make, tmp_path):
+    turns = make()
+    assert turns.take()
+    assert is_held(tmp_path / "turn")
+    with turns.wait_for_turn():
+        assert is_held(tmp_path / "turn")
+    assert not is_held(tmp_path / "turn")
+
+    assert turns.take()
+    turns.end()  # there was nothing to compute
+    turns.end()
+    assert not is_held(tmp_path / "turn")
+
+
+def test_a_wait_for_a_turn_ends_when_the_engine_is_woken(make, tmp_path):
+    turns, other, woken = make(), make(), threading.Event()
+    with other.wait_for_turn():
+        assert not turns.take(), "it does not wait"
+        waiting = threading.Thread(target=turns.take, args=(woken,))
+        waiting.start()
+        wait_until(lambda: is_held(tmp_path / "next"))
+        woken.set()
+        waiting.join()
+        assert turns.waited_s > 0
+        assert not is_held(tmp_path / "next"), "others may be next meanwhile"
+    assert turns.take(woken), "nobody is in the way"
+    assert is_held(tmp_path / "turn")
 
 
 def test_a_turn_that_fails_ends(make, tmp_path):

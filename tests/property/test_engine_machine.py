@@ -42,7 +42,7 @@ PROMPTS = st.builds(
 MISHAPS = (
     *("abort", "finish_candidate", "finish_candidate", "break_next_step", "pass_time"),
     *("lose_transfer", "restore_transfers", "lose_object", "release_handoff", "end_lease"),
-    *("reset_prefix_cache", "watch", "move", "move", "break_request"),
+    *("reset_prefix_cache", "watch", "move", "move", "break_request", "hold_turn"),
 )
 DRAFTS = [
     {"method": method, "num_speculative_tokens": num, "prompt_lookup_min": 1}
@@ -308,6 +308,9 @@ class Cluster(RuleBasedStateMachine):
     def _break_request(self, engine: CheckedEngine, index: int) -> None:
         if engine.live:
             engine.break_request(sorted(engine.live)[index % len(engine.live)])
+
+    def _hold_turn(self, engine: CheckedEngine, index: int) -> None:
+        engine.hold_turn(index % 4)
 
     def _pass_time(self, engine: CheckedEngine, index: int) -> None:
         self.now += (0.5, 1.0, 3.0)[index % 3]

@@ -26,6 +26,7 @@ from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_grammar import FakeGrammars
 from tests.support.fake_model import fake_config, token_logprobs
 from tests.support.fake_runner import FakeRunner
+from tests.support.held_turns import HeldTurns
 from tests.support.prefill_core import with_role
 from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
 
@@ -183,6 +184,7 @@ class CheckedEngine:
             max_rows=self.config.max_running,
             submits=submits,
         )
+        self.runner.turns = self.turns = HeldTurns()
         scheduler = KvConnectorScheduler(
             "fake", lease_s=1, finds_by_key=not lends, saves_ahead=not lends
         )
@@ -267,10 +269,16 @@ class CheckedEngine:
         """Whether the engine would have several ranks, which end when a step fails."""
         return self.core.config.num_ranks > 1
 
+    def hold_turn(self, num_waits: int) -> None:
+        """Lets another engine compute until this one was woken so often while it waited."""
+        self.turns.is_held = True
+        self.turns.in_waits = [lambda: None] * num_waits
+
     def heal(self) -> None:
         """Injects no further fault."""
         self.runner.fault = None
         self._bad_request = ""
+        self.turns.is_held = False
 
     def step(self) -> None:
         """Runs one step and checks outputs, batches and invariants."""
@@ -279,6 +287,7 @@ class CheckedEngine:
             self._num_fallible_steps = 3 + self.config.max_open_steps
         self._grammars.end_one()
         self.core.run_step(self._on_outputs)
+        assert not self.turns.is_taken
         self._check_runner()
         if not self.core.is_stalled and self.runner.fault is None:
             self._num_fallible_steps = max(0, self._num_fallible_steps - 1)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledChunk
-from engine.runner import NoTurns, StepCosts
+from engine.runner import NoTurns, StepCosts, TurnWish
 from engine.schedule import step_times
 from engine.schedule.step_times import NO_BOUND, StepTimes
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -49,8 +49,10 @@ class Device:
         self.budget(1)
         return self.times.limit_s
 
-    def budget(self, num_decoding: int, num_present: int = 0) -> int:
-        return self.times.prompt_budget(num_decoding, num_present)
+    def budget(self, num_decoding: int, num_present: int = 0, num_leaving: int = 0) -> int:
+        return self.times.prompt_budget(
+            num_decoding, num_present, lambda limit: min(limit, num_leaving)
+        )
 
     def seconds(self, num_tokens: int) -> float:
         return self._fixed_s + num_tokens * self._token_s
@@ -59,7 +61,7 @@ class Device:
 def test_nothing_is_bounded_while_nobody_decodes() -> None:
     device = Device(2 * MS, MS)
     assert device.budget(0, 40) == NO_BOUND
-    assert (device.times.limit_s, device.turns.wish_s) == (0.0, None)
+    assert (device.times.limit_s, device.turns.wish) == (0.0, None)
     assert device.budget(1, 40) < 2048
     assert device.times.limit_s > 0
 
@@ -104,16 +106,32 @@ def test_one_disturbed_step_changes_little() -> None:
 
 def test_the_wish_of_an_engine_that_waits_for_its_turn_bounds_others_steps() -> None:
     prompts, streams = Device(0.0, MS), Device(0.0, MS)
-    streams.budget(50)
-    assert streams.turns.wish_s == pytest.approx(3 * 50 * MS)
+    streams.budget(30, 60)
+    wish = streams.turns.wish
+    assert wish is not None
+    assert wish.turn_s == pytest.approx((4 * 60 - 2 * 30) * MS)
 
-    prompts.turns.others_wish_s = streams.turns.wish_s
+    prompts.turns.others_wish = wish
     assert prompts.budget(0, 40) == 128
-    assert prompts.turns.wish_s is None
+    assert prompts.turns.wish is None
     assert prompts.budget(10) == 64, "its own streams wish for less"
     off = Device(0.0, MS, max_step_ms=0)
-    off.turns.others_wish_s = 0.01
+    off.turns.others_wish = TurnWish(0.01, 0.0, 0.01)
     assert off.budget(0) == NO_BOUND
+
+
+def test_requests_that_will_decode_elsewhere_lengthen_the_turns_that_others_bear_there() -> None:
+    """As if they waited where the streams are, up to the seats there."""
+    prompts, streams = Device(0.0, MS), Device(0.0, MS)
+    for num_decoding, num_present, num_leaving in ((1, 1, 0), (1, 4, 30), (10, 0, 54), (20, 0, 99)):
+        streams.budget(num_decoding, num_present)
+        prompts.turns.others_wish = streams.turns.wish
+        prompts.budget(0, 99, num_leaving)
+        num_soon = min(64, max(num_decoding, num_present) + num_leaving)
+        assert prompts.times.limit_s == pytest.approx((4 * num_soon - 2 * num_decoding) * MS)
+    numbered = Device(0.0, MS, max_step_ms=100)
+    numbered.budget(10)
+    assert numbered.turns.wish == TurnWish(pytest.approx(80 * MS), 0.0, pytest.approx(80 * MS))
 
 
 def test_waits_for_turns_are_no_times_of_steps() -> None:
