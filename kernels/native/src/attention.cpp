@@ -12,6 +12,7 @@
 #include "cached_tokens.h"
 #include "commands.h"
 #include "lanes.h"
+#include "query_operands.h"
 #include "running_softmax.h"
 #include "tile.h"
 #include "tile_panels.h"
@@ -176,7 +177,7 @@ class UnitAttention {
   }
 
   // queries_ of rows [begin, end): tile by tile, [head groups][rows of the tile].
-  void pack_query(int64_t begin, int64_t end) {
+  void pack_queries(int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += kTileRows) {
       const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, end - first));
       Operand* operands = queries_ + first * head_groups_;
@@ -184,35 +185,9 @@ class UnitAttention {
         const Stored* from = static_cast<const Stored*>(job_.query) +
                              token_of(first + row) * job_.query_stride +
                              head_of(first + row) * job_.head_dim;
-        if constexpr (kIsInteger) {
-          query_factors_[first + row] = pack_integers(from, rows, operands + row);
-        } else {
-          for (int64_t group = 0; group < head_groups_; ++group) {
-            operands[group * rows + row] = E::operand(from + group * E::kGroup);
-          }
-        }
+        query_factors_[first + row] = pack_query<E, Kv>(from, job_.head_dim, rows, operands + row);
       }
     }
-  }
-
-  // Rounds a query to operands, `rows` apart, in the order of IntegerKv; returns their factor.
-  float pack_integers(const Stored* query, int rows, Operand* operands) const {
-    Masks largest{};
-    for (int64_t i = 0; i < job_.head_dim; i += kLanes) {
-      largest = larger_magnitudes(largest, read_lanes<E>(query + i, job_.head_dim - i));
-    }
-    const float most = Int16::largest_for(job_.head_dim);
-    const float factor = Int16::factor_of(largest_lane(largest), most), scaling = 1.0f / factor;
-    const auto element = [&](int64_t i) -> Operand {
-      const bool is_number = i < job_.head_dim && factor == factor;
-      const float value = is_number ? E::widen_one(query[i]) * scaling : 0.0f;
-      return static_cast<uint16_t>(static_cast<int64_t>(std::nearbyint(value)));
-    };
-    for (int64_t group = 0; group < head_groups_; ++group) {
-      const int64_t i = group / 2 * 4 + group % 2;
-      operands[group * rows] = element(i) | element(i + 2) << 16;
-    }
-    return factor;
   }
 
   void meet(const Tile& tile, const TileTokens<Kv>& tokens) {
@@ -221,7 +196,7 @@ class UnitAttention {
     if (num_tokens == 0) return;  // all positions it attends to are shared
     const int64_t first = part.first * group_heads_, last = part.last * group_heads_;
     enter(tile.start / kSegmentTokens, first, last);
-    if (tile.is_first) pack_query(first, last);
+    if (tile.is_first) pack_queries(first, last);
     if (last - first <= kTileRows && job_.value_dim % kPanelColumns == 0) {
       meet_few(tile.start, first, static_cast<int>(last - first), num_tokens, tokens);
     } else {
@@ -232,9 +207,14 @@ class UnitAttention {
   // K is multiplied while it is packed, V is read from the cache.
   void meet_few(int64_t tile, int64_t first, int rows, int64_t num_tokens,
                 const TileTokens<Kv>& tokens) {
-    for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys(tokens, token, num_tokens, job_.head_dim, keys_);
-      score(first, rows, token, keys_);
+    if constexpr (kIsInteger) {
+      integer_score_function(rows)(tokens, num_tokens, job_.head_dim,
+                                   queries_ + first * head_groups_, scores_);
+    } else {
+      for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
+        pack_keys(tokens, token, num_tokens, job_.head_dim, keys_);
+        score(first, rows, token, keys_);
+      }
     }
     attend(tile, first, rows, num_tokens, tokens, [&](int64_t column) {
       return CachedValues<Kv>(tokens, num_tokens, column);
