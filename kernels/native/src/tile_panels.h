@@ -53,8 +53,9 @@ inline void for_words(int64_t count, const Body& body) {
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
-// Calls body(element, num_words, square) with K of kLanes tokens of a tile that ends after
-// `num_tokens`, from `first` on, square by square.
+// Calls body(element, num_words, square, fetch_next) with K of kLanes tokens of a tile that ends
+// after `num_tokens`, from `first` on, square by square. It calls fetch_next(i) with each word i: a
+// core can wait for a few dozen lines, so that loads behind many prefetches would wait for them.
 template <class Kv, class Body>
 inline __attribute__((always_inline)) void visit_squares(const TileTokens<Kv>& tokens,
                                                          int64_t first, int64_t num_tokens,
@@ -64,15 +65,19 @@ inline __attribute__((always_inline)) void visit_squares(const TileTokens<Kv>& t
   const CachedToken<Kv>* now = tokens.now() + first;
   const CachedToken<Kv>* next = tokens.next() + first / kLanes * num_fetched;
   for (int64_t element = 0; element < head_dim; element += kElements) {
-    for (int64_t i = 0; i < num_fetched; ++i) fetch(next[i].key + element);
+    const auto fetch_next = [&](int64_t word) {
+      for (int64_t i = word; i < num_fetched; i += kLanes) fetch(next[i].key + element);
+    };
     Words square[kLanes];
     if (element + kElements <= head_dim) {
       load_square<Kv>(now, element, kElements, square);
-      body(element, WholeSquare{}, square);
+      body(element, WholeSquare{}, square, fetch_next);
     } else {
       const int64_t num_elements = head_dim - element;
+      const int64_t num_words = (num_elements + Kv::kWordElements - 1) / Kv::kWordElements;
       load_square<Kv>(now, element, num_elements, square);
-      body(element, (num_elements + Kv::kWordElements - 1) / Kv::kWordElements, square);
+      body(element, num_words, square, fetch_next);
+      for (int64_t i = num_words; i < kLanes; ++i) fetch_next(i);
     }
   }
 }
@@ -85,9 +90,11 @@ void pack_keys(const TileTokens<Kv>& tokens, int64_t first, int64_t num_tokens, 
   const int64_t end = std::min(first + kPanelColumns, num_tokens);
   for (; first < end; first += kLanes, panel += kLanes) {
     visit_squares(tokens, first, num_tokens, head_dim,
-                  [&](int64_t element, auto num_words, const Words (&square)[kLanes]) {
+                  [&](int64_t element, auto num_words, const Words (&square)[kLanes],
+                      const auto& fetch_next) {
                     uint32_t* to = panel + key_groups<Kv>(element) * kPanelColumns;
                     for_words(num_words, [&](int64_t i) {
+                      fetch_next(i);
                       Kv::store_groups(to + i * kStride, square[i]);
                     });
                   });
@@ -111,9 +118,11 @@ void score_integers(const TileTokens<IntegerKv>& tokens, int64_t num_tokens, int
       }
     };
     visit_squares(tokens, first, num_tokens, head_dim,
-                  [&](int64_t element, auto num_words, const Words (&square)[kLanes]) {
+                  [&](int64_t element, auto num_words, const Words (&square)[kLanes],
+                      const auto& fetch_next) {
                     const uint32_t* operands = queries + key_groups<IntegerKv>(element) * rows;
                     for_words(num_words, [&](int64_t i) {
+                      fetch_next(i);
                       multiply(square[i], operands + 2 * rows * i);
                     });
                   });
