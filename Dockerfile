@@ -51,13 +51,14 @@ ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
 # on these folders, see docker-compose.yml, get their owner, group and mode.
 RUN useradd --create-home --uid 10001 --gid 0 baton \
     && chmod g=u /home/baton \
-    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns /hub
+    && install --directory --owner=baton --group=root --mode=0770 /run/baton /turns /hub /triton
 USER 10001
 WORKDIR /home/baton
 # HTTP of a router, and gRPC of every service.
 EXPOSE 8000 50051
-# Healthy once the model is loaded; a draining service is unhealthy.
-HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
+# Healthy once the model is loaded, and on a GPU its kernels are compiled, which may take minutes; a
+# draining service is unhealthy.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
     CMD ["baton", "health", "127.0.0.1:50051"]
 ENTRYPOINT ["baton"]
 CMD ["--help"]

@@ -2,13 +2,14 @@
 #
 # The first use creates the virtual environment .venv with Python 3.11 or newer.
 # Variables:
-#   PYTHON=python3.12     interpreter that creates .venv, and that runs test-gpu and bench-gpu,
-#                         which do not use .venv (default: python3)
+#   PYTHON=python3.12     interpreter that creates .venv, and that runs gpu-first, which does not
+#                         use .venv (default: python3)
 #   PIP_ARGS="..."        additional arguments of every pip install. On Linux, PyPI's torch
 #                         downloads gigabytes of CUDA packages. Without a GPU, use
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS="..."            additional arguments of baton serve (run, up, chat), pytest (test, test-slow)
-#                         or baton bench (bench, bench-record, bench-gpu)
+#                         or baton bench (bench, bench-record), or of scripts/gpu_first.py
+#   OUT=folder            gets the results of gpu-first (default: benchmarks/results/gpu)
 
 VENV := .venv
 INTEGRATIONS := .venv-integrations
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up chat test test-slow test-gpu lint type proto docs bench bench-record bench-gpu check clean
+.PHONY: help run up chat test test-slow gpu-first lint type proto docs bench bench-record check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,8 +39,8 @@ test-slow: $(VENV)/.test $(VENV)/.native $(VENV)/.smollm2 $(VENV)/.gemma3 $(INTE
 	@scripts/ensure_redis.sh
 	@scripts/run_tests.sh slow $(ARGS)
 
-test-gpu: ## run the tests of Triton kernels and the device runtime on a GPU
-	$(GPU_PYTHON) -m scripts.test_gpu
+gpu-first: ## test and measure a GPU in eight minutes; ARGS="--call second" five more; docs/gpu.md
+	$(GPU_PYTHON) -m scripts.gpu_first --out $(or $(OUT),benchmarks/results/gpu) $(ARGS)
 
 lint: $(VENV)/.dev ## check style, layers, protos, generated files and Dockerfiles
 	$(BIN)/ruff check
@@ -64,9 +65,6 @@ bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://12
 
 bench-record: $(VENV)/.bench $(VENV)/.native $(VENV)/.smollm2 ## measure again what README shows, on an idle machine; see docs/benchmarks.md
 	$(BIN)/baton bench record $(ARGS)
-
-bench-gpu: ## measure a GPU: kernels, steps, tiers; see docs/gpu.md
-	$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
 check: lint type test test-slow ## lint, type and test
 

@@ -29,6 +29,9 @@ _COMMANDS = {
         "benchmarks.kernels_command", "primitives, compared with torch and their limits"
     ),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
+    "agreement": _Command(
+        "benchmarks.agreement_command", "greedy tokens, compared with those of transformers"
+    ),
     "speculation": _Command("benchmarks.speculation_command", "draft tokens, compared with none"),
     "router": _Command(
         "benchmarks.router.command", "requests and streamed tokens in one router process"
@@ -40,7 +43,9 @@ _COMMANDS = {
     "transfer": _Command(
         "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
     ),
-    "gpu": _Command("benchmarks.gpu_command", "a GPU: kernels, steps, two tiers, transformers"),
+    "attention-sweep": _Command(
+        "benchmarks.attention_sweep_command", "launch parameters of a GPU's attention"
+    ),
     "compare": _Command("benchmarks.compare_command", "Baton, compared with other engines"),
     "quality": _Command(
         "benchmarks.quality.command",

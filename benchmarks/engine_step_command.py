@@ -1,12 +1,13 @@
 """`baton bench engine-step`: where the time of an engine's step goes."""
 
 import argparse
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.common.errors import ConfigurationError
 from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import OfflineCase, make_cases
 from benchmarks.output import (
@@ -21,12 +22,16 @@ from benchmarks.output import (
 from benchmarks.report import Panel, Report, Series, Table
 
 if TYPE_CHECKING:
-    from benchmarks.offline.steps import DeviceStep, StepProfile
+    from benchmarks.kernels.case import DecoderShape
+    from benchmarks.offline.device_steps import DeviceStep
+    from benchmarks.offline.kernel_times import StepKernels
+    from benchmarks.offline.steps import StepProfile
     from engine.config import EngineConfig
 
 __all__ = ["add_args", "main"]
 
 _WARM_UP_STEPS = 8
+_NUM_SHOWN = 12
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +45,17 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Profiles the steps of an engine in this process. On a CPU phase by phase, at several batch
-    sizes: transfers, scheduling, executing (inputs, forward pass, draws), and committing. On a GPU
-    steps of the runner alone, launched ahead, the device's share of them, and the engine's steps;
-    the file of --json is written anew after each figure. Exit status 1: a figure failed.
+    sizes: transfers, scheduling, executing (inputs, forward pass, draws), and committing. On a
+    GPU, or with --async-scheduling, steps of the runner alone, launched ahead: decode steps, mixed
+    ones, prompts, the device's share of them, and their kernels; and the engine's steps. The file
+    of --json is then written anew after each figure. Exit status 1: a figure failed.
     """
     check_output_args(args)
     config = offline_config(args)
 
     from engine.runtime.device import resolve_device
 
-    if resolve_device(config.device).type == "cuda":
+    if config.async_scheduling or resolve_device(config.device).type == "cuda":
         return _measure_device(args, config)
     _profile_phases(args, config)
     return 0
@@ -57,8 +63,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
     cases = make_cases(args.batch_size, args.input_len[:1], [args.num_steps])
-    if config.async_scheduling:
-        raise ConfigurationError("--async-scheduling runs phases side by side; profile without it")
 
     from benchmarks.offline.offline_engine import OfflineEngine
     from benchmarks.offline.steps import profile_steps
@@ -84,15 +88,16 @@ def _profile_phases(args: argparse.Namespace, config: "EngineConfig") -> None:
 
 
 def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
+    from benchmarks.offline.device_steps import chunk_tokens, measure_device_steps
+    from benchmarks.offline.kernel_times import profile_device_steps
     from benchmarks.offline.offline_engine import OfflineEngine, measure_floors
-    from benchmarks.offline.steps import measure_device_steps
     from engine.loop.core import EngineCore
     from engine.runtime.device import with_device_defaults
     from engine.runtime.model_runner import ModelRunner
 
     floors = measure_floors(config)  # before the pool takes the memory
     config = with_device_defaults(config)
-    steps: list[DeviceStep] = []
+    figures = _DeviceFigures(args, config, floors.machine)
     with ExitStack() as opened:
         runner = ModelRunner(config, progress=False)
         opened.callback(runner.close)
@@ -104,39 +109,96 @@ def _measure_device(args: argparse.Namespace, config: "EngineConfig") -> int:
             batch_sizes=args.batch_size,
             contexts=args.input_len,
             num_steps=args.num_steps,
+            decoder=_decoder_shape(config.model),
         ):
-            steps.append(step)
-            if args.json:
-                write_results(
-                    args.json, _device_report(args, config, floors.machine, steps).content
-                )
-    write_report(_device_report(args, config, floors.machine, steps), args)
-    return int(any(step.failed for step in steps))
+            figures.add(step)
+        context = args.input_len[0]
+        for kernels in profile_device_steps(
+            runner,
+            batch_sizes=args.batch_size,
+            context=context,
+            num_chunk_tokens=chunk_tokens(context, config),
+        ):
+            figures.add(kernels)
+    write_report(figures.report(), args)
+    return int(any(figure.failed for figure in figures.all))
 
 
-def _device_report(
-    args: argparse.Namespace,
-    config: "EngineConfig",
-    machine: Mapping[str, Any],
-    steps: Sequence["DeviceStep"],
-) -> Report:
-    failed = [f"{s.kind}, {s.batch_size} x {s.context}: {s.failed}" for s in steps if s.failed]
-    rows = [
-        (
-            *(step.kind, step.batch_size, step.context, step.median_us, step.floor_us),
-            step.median_us / step.floor_us if step.median_us and step.floor_us else None,
-            step.idle_share,
+def _decoder_shape(model: str) -> "DecoderShape | None":
+    """Returns the shape of a dense decoder in a folder; None for other models."""
+    from benchmarks.kernels.case import DecoderShape
+
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    is_dense = {"hidden_size", "intermediate_size", "num_key_value_heads"} <= set(config)
+    return DecoderShape.of_config(config) if is_dense and "num_experts" not in config else None
+
+
+class _DeviceFigures:
+    """The figures so far; writes the file of --json anew after each."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: "EngineConfig", machine: Mapping[str, Any]
+    ) -> None:
+        self._args, self._config, self._machine = args, config, machine
+        self.steps: list[DeviceStep] = []
+        self.kernels: list[StepKernels] = []
+
+    def add(self, figure: "DeviceStep | StepKernels") -> None:
+        """Takes a figure."""
+        from benchmarks.offline.device_steps import DeviceStep
+
+        if isinstance(figure, DeviceStep):
+            self.steps.append(figure)
+        else:
+            self.kernels.append(figure)
+        if self._args.json:
+            write_results(self._args.json, self.report().content)
+
+    @property
+    def all(self) -> "list[DeviceStep | StepKernels]":
+        """All figures."""
+        return [*self.steps, *self.kernels]
+
+    def report(self) -> Report:
+        """Returns the report of all figures."""
+        failed = [
+            f"{f.kind}, {f.batch_size} x {f.context}: {f.failed}" for f in self.all if f.failed
+        ]
+        columns = (
+            *("", "sequences", "context", "us", "floor, us", "x floor"),
+            *("floor of operations, us", "x", "device idle"),
         )
-        for step in steps
-    ]
-    columns = ("", "sequences", "context", "us", "floor, us", "x floor", "device idle")
-    return report_of_run(
-        args,
-        f"Steps of {config.model_name}",
-        [Table("Steps", columns, rows, "; ".join(["Medians.", *failed]))],
-        machine=machine,
-        steps=[asdict(step) for step in steps],
-    )
+        rows = [
+            (
+                *(step.kind, step.batch_size, step.context, step.median_us),
+                *(step.floor_us, _ratio(step.median_us, step.floor_us)),
+                *(step.operations_floor_us, _ratio(step.median_us, step.operations_floor_us)),
+                step.idle_share,
+            )
+            for step in self.steps
+        ]
+        return report_of_run(
+            self._args,
+            f"Steps of {self._config.model_name}",
+            [
+                Table("Steps", columns, rows, "; ".join(["Medians.", *failed])),
+                *(_kernel_table(kernels) for kernels in self.kernels if kernels.kernels),
+            ],
+            machine=self._machine,
+            steps=[asdict(step) for step in self.steps],
+            kernels=[asdict(kernels) for kernels in self.kernels],
+        )
+
+
+def _ratio(taken_us: float | None, least_us: float | None) -> float | None:
+    return taken_us / least_us if taken_us and least_us else None
+
+
+def _kernel_table(kernels: "StepKernels") -> Table:
+    rows = [(kernel.name, kernel.calls, kernel.us) for kernel in kernels.kernels[:_NUM_SHOWN]]
+    title = f"Kernels of a {kernels.kind} step, {kernels.batch_size} x {kernels.context}"
+    return Table(title, ("", "calls", "us"), rows)
 
 
 def _of_kind(kind: str, profiles: Iterable["StepProfile"]) -> list["StepProfile"]:

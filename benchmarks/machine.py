@@ -31,7 +31,6 @@ __all__ = [
     "name_machine",
     "rates_of",
     "results_folder",
-    "slug",
     "with_best_ceilings",
     "with_median_rates",
 ]
@@ -207,12 +206,6 @@ def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:
         "os": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
-
-
-def slug(name: str) -> str:
-    """Returns a device's name as part of a file name: "NVIDIA H200" becomes "nvidia_h200"."""
-    words = "".join(letter if letter.isalnum() else " " for letter in name.lower()).split()
-    return "_".join(words)
 
 
 def _gpu() -> dict[str, object]:

@@ -64,6 +64,13 @@ _LLAMA_8B: dict[str, Any] = {
     },
     "tie_word_embeddings": False,
 }
+_LLAMA_1B: dict[str, Any] = _LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 1024,
@@ -107,6 +114,7 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-moe-0.5b": ("qwen3_moe", _QWEN3_MOE),
     "qwen3.5-120m": ("qwen3_5_text", _QWEN3_5),
+    "llama-3.2-1b": ("llama", _LLAMA_1B),
     "llama-3.1-8b": ("llama", _LLAMA_8B),
 }
 """By name: the `model_type` and the shape. The shape of qwen2-0.5b is the real one's except for a
@@ -114,10 +122,15 @@ smaller vocabulary. That of llama-3.1-8b is for --load-format dummy, which needs
 disk."""
 
 
-def make_random_model(name: str, folder: Path) -> Path:
+def make_random_model(name: str, folder: Path, device: str = "cpu") -> Path:
     """Writes one of `RANDOM_MODELS` in bfloat16; returns its folder.
 
     It has the demo model's tokenizer, which uses a part of its vocabulary.
+
+    Args:
+        name: of the model.
+        folder: is made.
+        device: draws the weights; a GPU draws others than a CPU, and those of a billion in seconds.
     """
     import torch
     import transformers
@@ -125,7 +138,8 @@ def make_random_model(name: str, folder: Path) -> Path:
     model_type, shape = RANDOM_MODELS[name]
     config = transformers.AutoConfig.for_model(model_type, **shape, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     _copy_tokenizer(folder)
     return folder
@@ -150,18 +164,24 @@ def write_random_config(name: str, folder: Path) -> Path:
     return write_dummy_model(shape | {"model_type": model_type, "dtype": "bfloat16"}, folder)
 
 
-def cached_random_model(name: str, root: Path) -> Path:
-    """Returns a random model's folder below `root`, and makes it if it does not exist.
+def cached_random_model(name: str, root: Path | None = None, device: str = "cpu") -> Path:
+    """Returns a random model's folder, and makes it if it does not exist.
 
     The folder's name has a digest of the shape.
+
+    Args:
+        name: of the model.
+        root: the folder is below it; None for the folder of all benchmarks.
+        device: as in `make_random_model`.
     """
+    root = _MODELS_FOLDER.expanduser() if root is None else root
     digest = hashlib.sha256(json.dumps(RANDOM_MODELS[name]).encode()).hexdigest()
     folder = root / f"{name}-{digest[:8]}"
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as unfinished:
             # Renamed when complete: an interrupted run leaves no partial model.
-            make_random_model(name, Path(unfinished) / name).rename(folder)
+            make_random_model(name, Path(unfinished) / name, device).rename(folder)
     return folder
 
 
@@ -200,7 +220,7 @@ def resolve_model(model: str | None, load_format: str = "auto") -> str:
     folder = _MODELS_FOLDER.expanduser()
     if load_format == "dummy":
         return str(write_random_config(model, folder / f"{model}-dummy"))
-    return str(cached_random_model(model, folder))
+    return str(cached_random_model(model))
 
 
 def _copy_tokenizer(folder: Path) -> None:

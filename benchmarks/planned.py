@@ -29,6 +29,8 @@ __all__ = [
 ]
 _ROOT = Path(__file__).resolve().parents[1]
 _LAST_CHARACTERS = 2000
+_REPORT_S = 3.0
+"""Left to a part that knows its time, for its report."""
 
 
 def run_timed(
@@ -74,15 +76,31 @@ class PlannedPart:
 
     Attributes:
         name: the name by which `--part` chooses it; its figures go to a file of this name.
-        arguments: of `baton bench`.
+        arguments: of the module; of `baton bench` by default.
         weight: its share of the time, relative to the other parts.
         needs: modules without which it is skipped.
+        module: that runs, with `--json FILE` behind the arguments.
+        is_timed: whether it also gets `--deadline SECONDS`, the time that it has.
+        is_essential: whether the parts behind it do not run if it fails.
     """
 
     name: str
     arguments: tuple[str, ...]
     weight: float
     needs: tuple[str, ...] = ()
+    module: str = "benchmarks"
+    is_timed: bool = False
+    is_essential: bool = False
+
+    def command(self, path: Path, seconds: float) -> list[str]:
+        """Returns the command that runs the part.
+
+        Args:
+            path: gets its figures.
+            seconds: after which it is killed.
+        """
+        limit = ["--deadline", f"{max(0.0, seconds - _REPORT_S):.0f}"] if self.is_timed else []
+        return [sys.executable, "-m", self.module, *self.arguments, *limit, "--json", str(path)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +155,19 @@ def run_parts(
         The report of each part when it has ended.
     """
     ends_at = time.monotonic() + deadline_s
+    failed: str | None = None
     for index, part in enumerate(parts):
         seconds = time_for(parts, index, max(0.0, ends_at - time.monotonic()))
-        if missing := missing_of(part.needs):
+        if failed is not None:
+            report = PartReport(part.name, 0.0, skipped=f"{failed} failed")
+        elif missing := missing_of(part.needs):
             report = PartReport(part.name, 0.0, skipped=f"not installed: {', '.join(missing)}")
         else:
-            print(f"\n{part.name}, at most {seconds:.0f} s: bench {' '.join(part.arguments)}")
-            sys.stdout.flush()
             # Absolute, as the part runs in another folder.
             path = folder.resolve() / f"{part.name}{suffix}.json"
             report = _run_part(part, path, seconds)
+            if report.problem and part.is_essential:
+                failed = part.name
         yield report
 
 
@@ -160,12 +181,14 @@ def summarize_reports(reports: Sequence[PartReport]) -> str:
 
 
 def _run_part(part: PlannedPart, path: Path, seconds: float) -> PartReport:
+    print(f"\n{part.name}, at most {seconds:.0f} s: {part.module} {' '.join(part.arguments)}")
+    sys.stdout.flush()
     began, wrote_before = time.monotonic(), _changed_at(path)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         with output.open("wb") as stream:
             status = run_timed(
-                [sys.executable, "-m", "benchmarks", *part.arguments, "--json", str(path)],
+                part.command(path, seconds),
                 stream,
                 seconds,
                 folder=_ROOT,

@@ -28,7 +28,11 @@ from benchmarks.tune.search import (
 from benchmarks.workloads.kind import refuse_below
 from benchmarks.workloads.registry import add_workload_args
 from engine.cli_args import add_engine_args, engine_config_from_args
-from engine.config import EngineConfig
+from engine.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    EngineConfig,
+)
 
 __all__ = ["add_args", "main", "serve_command"]
 
@@ -96,8 +100,8 @@ def serve_command(engine: EngineConfig, candidate: Candidate) -> str:
 def _start(args: argparse.Namespace) -> Candidate:
     num_prefill = args.num_workers // 2
     return Candidate(
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens=args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         num_prefill=num_prefill,
         num_decode=args.num_workers - num_prefill,

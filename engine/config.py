@@ -16,18 +16,14 @@ from baton.common.flags.values import (
     gibibytes,
 )
 from baton.common.model_files.named_models import default_model_name
-from engine.config_checks import (
-    check_choices,
-    check_folder,
-    check_numbers,
-    check_ranges,
-    check_ranks,
-)
+from engine.config_checks import check_config
 from engine.speculative_config import SpeculativeConfig
 
 __all__ = [
     "AUTO",
     "DEFAULT_GPU_MEMORY_UTILIZATION",
+    "DEFAULT_MAX_NUM_BATCHED_TOKENS",
+    "DEFAULT_MAX_NUM_SEQS",
     "DTYPES",
     "GRAMMAR_BACKENDS",
     "KV_CACHE_DTYPES",
@@ -36,6 +32,8 @@ __all__ = [
 ]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (
     *("none", "int8", "int8-128", "int4", "int4-128"),
@@ -159,10 +157,15 @@ class EngineConfig:
         parse=count,
         is_main=True,
     )
-    max_num_seqs: int = flag(64, "maximum number of sequences in one step", is_main=True)
-    max_num_batched_tokens: int = flag(
-        2048,
-        "maximum number of tokens in one step; longer prompts run in chunks",
+    max_num_seqs: int | None = flag(
+        None,
+        "maximum number of sequences in one step (default: 64; 128 or 256 on larger GPUs)",
+        parse=count,
+        is_main=True,
+    )
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "maximum number of tokens in one step (default: 2048; 4096 or 8192 on larger GPUs)",
         parse=count,
         is_main=True,
     )
@@ -321,17 +324,22 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", given)
         threshold = self.long_prefill_token_threshold or None  # 0 is off, as in vLLM
         object.__setattr__(self, "long_prefill_token_threshold", threshold)
-        check_choices(self)
-        check_numbers(self)
-        check_ranges(self)
-        check_ranks(self)
-        check_folder("turns_folder", self.turns_folder)
-        check_folder("weights_folder", self.weights_folder)
+        check_config(self)
+
+    @property
+    def max_step_seqs(self) -> int:
+        """Maximum number of sequences in one step."""
+        return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Maximum number of tokens in one step."""
+        return self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     @property
     def max_running(self) -> int:
         """Maximum number of sequences that run at once; each needs a token of a step's budget."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        return min(self.max_step_seqs, self.max_step_tokens)
 
     @property
     def num_lanes(self) -> int:
@@ -353,7 +361,7 @@ class EngineConfig:
     @property
     def max_requests(self) -> int:
         """Maximum number of running and waiting requests."""
-        return self.max_num_waiting + self.max_num_seqs
+        return self.max_num_waiting + self.max_step_seqs
 
     @property
     def max_drafts(self) -> int:
@@ -362,16 +370,13 @@ class EngineConfig:
         """
         if self.speculative_config is None:
             return 0
-        share = self.max_num_batched_tokens // self.max_running
+        share = self.max_step_tokens // self.max_running
         return min(self.speculative_config.num_speculative_tokens, share - 1, self.max_chunk - 1)
 
     @property
     def max_chunk(self) -> int:
         """Maximum number of tokens of one sequence in one step."""
-        return min(
-            self.max_num_batched_tokens,
-            self.long_prefill_token_threshold or self.max_num_batched_tokens,
-        )
+        return min(self.max_step_tokens, self.long_prefill_token_threshold or self.max_step_tokens)
 
     @property
     def transfer_block_size(self) -> int:

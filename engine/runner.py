@@ -108,7 +108,7 @@ class EngineTurns(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Seconds waited for turns in all and until now."""
+        """Seconds waited for turns, and for kernels to be compiled, in all and until now."""
 
     @property
     def others_wish_s(self) -> float | None:

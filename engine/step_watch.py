@@ -24,7 +24,8 @@ class StepWatch:
         clock: monotonic seconds.
         prompt_token_s: measured seconds to compute a token of a prompt.
         read_wait_s: returns how long the engine has waited, in all and until now, for its turn
-            among the engines of the machine. That is not the step's time.
+            among the engines of the machine, and for kernels to be compiled. That is not the
+            step's time.
     """
 
     def __init__(

@@ -77,6 +77,7 @@ class ClusterStatus:
             finished={name: n for name, n in finished.items() if not _is_failure(name)},
             failed=activity.failed,
             refused=_sums(values, "baton_router_refused_calls", label=0),
+            waiting={model.name: len(model.fleet.waiting) for model in self._models},
             num_resumes=_sums(values, "baton_router_resumes").total(),
             errors=[
                 cluster_pb2.RecentError(
@@ -210,7 +211,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         answers = [self.traces_here(request)]
         if self._others is not None and not (request.request_id and answers[0].traces):
             answers += await self._others.traces(request)
-        traces = merge_traces(answers, limit)
+        traces = merge_traces(answers, limit, slowest=request.slowest)
         if request.request_id and not traces:
             raise NotFoundError(
                 f"no record of request {short_repr(request.request_id)}: it runs still, never "
@@ -228,7 +229,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
             record = self._log.find(request.request_id)
             records = [] if record is None else [record]
         else:
-            records = list(self._log.latest(_limit_of(request)))
+            find = self._log.slowest if request.slowest else self._log.latest
+            records = list(find(_limit_of(request)))
         return cluster_pb2.GetTraceResponse(traces=map(_trace_of, records))
 
 

@@ -17,7 +17,6 @@ from baton.common.model_files.files import open_model_files
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest
 from baton.common.request.sampling_params import SamplingParams
-from baton.common.request.slo import NO_SLO
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.short_texts import short_repr
 from router.chat.chat_request import ChatRequest
@@ -33,20 +32,13 @@ from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
 from router.routing.cache_index import CacheIndex
 from router.stages.admission import Admission, Entrance
-from router.stages.backlog import Backlog
+from router.stages.backlog import REFUSALS, Backlog
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
 from rpc.discovery.announcements import Announcements
-from rpc.logs import CURRENT_CALL
+from rpc.logs import slo_of_call
 
 __all__ = ["Model", "Models", "RouterFiles"]
-
-_REFUSALS: Mapping[str, str] = {
-    Reason.OVERLOADED: "overload",
-    Reason.SLO_TTFT: "slo_ttft",
-    Reason.SLO_TPOT: "slo_tpot",
-}
-"""Names of refusals in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +263,7 @@ class Model:
         Raises:
             ResourceExhaustedError: says how long requests take, and when to try again.
         """
-        tenant, call = tenant_of_call(), CURRENT_CALL.get()
+        tenant = tenant_of_call()
         try:
             self._backlog.check(
                 tenant.priority(priority),
@@ -279,10 +271,10 @@ class Model:
                 max_tokens,
                 is_deadline_stated=timeout_s is not None,
                 share=tenant.share,
-                slo=NO_SLO if call is None else call.slo,
+                slo=slo_of_call(),
             )
         except ResourceExhaustedError as error:
-            self._log.count_refusal(_REFUSALS[error.reason])
+            self._log.count_refusal(REFUSALS[error.reason])
             raise
 
     async def enter(self, timeout_s: float | None) -> None:

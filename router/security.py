@@ -18,6 +18,11 @@ __all__ = ["RouterSecurity", "authorize_tenants"]
 
 _CLUSTER_SERVICES = ("/baton.v1.ClusterService/", "/baton.v1.RegistrationService/")
 """Services for operators, and for workers that announce themselves."""
+_NO_CREDENTIAL = "the call lacks a valid credential of this cluster"
+_NO_OPERATORS = (
+    "this router has no credential for operators and workers: set --cluster-token-file, or "
+    "listen on a loopback address without keys for clients"
+)
 
 
 class RouterSecurity:
@@ -75,6 +80,34 @@ class RouterSecurity:
             return None
         return self.certificates.server_context(verify_mode=self._verify_mode)
 
+    def check_operator(self, host: str, header: str | None) -> None:
+        """Admits a caller of the HTTP port to what operators see. It has the cluster's token; if
+        there is none, it is on the same machine, where clients need no credential either. A
+        certificate does not make an operator here: requests over HTTP do not tell its names.
+
+        Args:
+            host: the address on which the port listens.
+            header: the authorization header.
+
+        Raises:
+            UnauthenticatedError: the header lacks the token.
+            PermissionDeniedError: there is no token, and others can reach the port.
+        """
+        if self.cluster.has_token:
+            if not self.cluster.admits_header(header or ""):
+                raise UnauthenticatedError(_NO_CREDENTIAL)
+        elif not self._is_open(host):
+            raise PermissionDeniedError(_NO_OPERATORS)
+
+    def _is_open(self, host: str) -> bool:
+        """Whether a port can be called from its own machine alone, where nobody needs a credential.
+
+        Args:
+            host: the address on which it listens.
+        """
+        is_required = self._verify_mode == ssl.CERT_REQUIRED
+        return is_loopback(host) and self.tenants.is_open and not is_required
+
     def _authorize_operator(self, host: str, *, verifies_certificates: bool) -> Authorize:
         """Returns an `Authorize` for `_CLUSTER_SERVICES`. Callers have the cluster's token. Without
         one, they have a certificate of the cluster, which the port distinguishes from a client's if
@@ -84,7 +117,7 @@ class RouterSecurity:
             return _authorize_token(self.cluster)
         if verifies_certificates and self._is_one_ca:
             return authorize_cluster(self.cluster)
-        if is_loopback(host) and self.tenants.is_open and not verifies_certificates:
+        if self._is_open(host):
             return _authorize_all
         return _refuse_all
 
@@ -102,7 +135,7 @@ def _operators_apart(authorize_operator: Authorize, authorize: Authorize) -> Aut
 def _authorize_token(cluster: ClusterSecurity) -> Authorize:
     def authorize(method: str, context: Any) -> None:
         if not cluster.carries_token(context.invocation_metadata() or ()):
-            raise UnauthenticatedError("the call lacks a valid credential of this cluster")
+            raise UnauthenticatedError(_NO_CREDENTIAL)
 
     return authorize
 
@@ -112,10 +145,7 @@ def _authorize_all(method: str, context: Any) -> None:
 
 
 def _refuse_all(method: str, context: Any) -> None:
-    raise PermissionDeniedError(
-        "this router has no credential for operators and workers: set --cluster-token-file, or "
-        "listen on a loopback address without keys for clients"
-    )
+    raise PermissionDeniedError(_NO_OPERATORS)
 
 
 def authorize_tenants(tenants: Tenants) -> Authorize:

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -44,7 +44,7 @@ from rpc.process_metrics import ProcessMetrics
 from rpc.server import RpcServer, Service, run_process, serve
 from rpc.server_access import ConnectionAge, ServerAccess
 from rpc.tracing import open_tracer
-from rpc.watchdog import end_on_signal
+from rpc.watchdog import end_on_signal, ending_when_stuck
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -86,6 +86,7 @@ class RouterService(Service):
     Attributes:
         models: the served models.
         log: the records of the last requests.
+        operators: describes the router and its cluster.
         metrics: what Prometheus reads.
         metrics_access: who may read them.
         http: the HTTP server; None if the config has no port for it.
@@ -144,10 +145,10 @@ class RouterService(Service):
         self._metrics.read_waiting = lambda: {m.name: len(m.fleet.waiting) for m in self.models}
         status = ClusterStatus(self.models, self._metrics, self.log.activity)
         others = None if link is None else link.others
-        operators = ClusterServicer(self.log, status, self.models, others)
-        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, operators)
+        self.operators = ClusterServicer(self.log, status, self.models, others)
+        server.add_servicer(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, self.operators)
         self._process_servicer = ProcessServicer(
-            partial(status.describe, asks_replicas=False), operators.traces_here
+            partial(status.describe, asks_replicas=False), self.operators.traces_here
         )
         self.models.start()
         self._tasks = [asyncio.create_task(self._follow_health(model)) for model in self.models]
@@ -286,9 +287,11 @@ def _http_server(
 ) -> "HttpServer":
     # Imported here: a router without HTTP starts without the packages that HTTP needs.
     from router.http.app import build_app
+    from router.http.page.state import PageState
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
+    check_operator = partial(security.check_operator, http.host)
     app = build_app(
         service.models,
         http,
@@ -297,6 +300,7 @@ def _http_server(
         service.metrics_access.admits,
         partial(service.count_call, "http"),
         None if link is None else link.accounts,
+        PageState(service.operators, service.models, config, check_operator).read,
     )
     return HttpServer(app, http, security.http_context(), shares_port=link is not None)
 
@@ -360,7 +364,9 @@ async def run(config: RouterConfig) -> None:
 
     access = access_of(config, security, partial(metrics.count_call, "grpc"))
     access = replace(access, shares_port=link is not None)
-    await serve(config.grpc, SERVICE_NAMES, start, access)
+    # The parent of several processes watches them.
+    async with ending_when_stuck() if link is None else nullcontext():
+        await serve(config.grpc, SERVICE_NAMES, start, access)
 
 
 def main(args: argparse.Namespace) -> int:

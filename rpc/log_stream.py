@@ -7,6 +7,7 @@ that is down. The log then says once that it leaves such messages out, and how m
 import io
 import logging
 import re
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ MAX_REPEATS = 20
 """Messages of one cause within `WINDOW_S`."""
 WINDOW_S = 60.0
 _LOGGER_NAME = "baton.log"
+_PIECE_BYTES = select.PIPE_BUF
+"""A pipe that is ready for a write takes so many bytes at once."""
+_MAX_WAIT_MS = 50
+"""How long a line waits for a reader that is late."""
 _MAX_CAUSES = 256
 """Causes of which messages are counted at one time. The rest are one cause."""
 _MAX_CHARS = 200
@@ -31,10 +36,14 @@ _OTHER_CAUSES: _Cause = ()
 
 
 class LogStream(io.TextIOBase):
-    """A stream in front of another one, such as stderr, whose writes never fail.
+    """A stream in front of another one, such as stderr, whose writes never fail and never block.
 
-    Lines that cannot be written, since the disk is full or the reader has gone, are counted. The
-    first line that can be written again follows a line with their number.
+    Lines that cannot be written, since the disk is full, or the reader has gone or reads no more,
+    are counted. The first line that can be written again follows a line with their number.
+
+    A process must run on while the one that reads its log is stopped. So a pipe that is full gets
+    no bytes: it is asked whether it takes some, before each piece. Other threads of the process
+    that write to it, past this stream, may take that room first; they are rare.
 
     Args:
         stream: gets the lines.
@@ -48,6 +57,7 @@ class LogStream(io.TextIOBase):
         buffer = getattr(stream, "buffer", None)
         is_raw = isinstance(buffer, io.RawIOBase)
         self._raw: Any = buffer if is_raw else getattr(buffer, "raw", None)
+        self._descriptor = _descriptor_of(self._raw)
         self._lock = threading.RLock()  # a signal's handler may write while a line is written
         self._num_lost = 0
         self._reason = ""
@@ -103,11 +113,29 @@ class LogStream(io.TextIOBase):
             return
         rest = memoryview(text.encode(errors="backslashreplace"))
         while rest:
-            written = self._raw.write(rest)
-            if written is None:  # only a stream that does not block returns it
+            written = self._raw.write(rest[:_PIECE_BYTES]) if self._has_room() else None
+            if written is None:  # or the stream is one that does not block
                 raise BlockingIOError(0, "the reader is too slow")
             rest = rest[written:]
             self._is_line_cut = len(rest) > 0
+
+    def _has_room(self) -> bool:
+        """Whether the stream takes bytes. A reader that has just read is waited for, and one that
+        has made lines lost is not.
+        """
+        if self._descriptor is None:
+            return True
+        room = select.poll()  # one for each question: a signal's handler may ask at the same time
+        room.register(self._descriptor, select.POLLOUT)
+        return bool(room.poll(0 if self._num_lost else _MAX_WAIT_MS))
+
+
+def _descriptor_of(raw: Any) -> int | None:
+    """Returns the descriptor of a file; None for what is no file of the system."""
+    try:
+        return int(raw.fileno())
+    except (AttributeError, OSError):
+        return None
 
 
 @dataclass(slots=True)

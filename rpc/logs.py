@@ -35,6 +35,7 @@ __all__ = [
     "log_stream",
     "serving",
     "session_of_call",
+    "slo_of_call",
     "start_logging",
 ]
 
@@ -88,6 +89,12 @@ def session_of_call() -> str:
     """Returns the session of the call that the present task serves; empty if it has none."""
     call = CURRENT_CALL.get()
     return "" if call is None else call.session
+
+
+def slo_of_call() -> Slo:
+    """Returns the objectives of the call that the present task serves."""
+    call = CURRENT_CALL.get()
+    return NO_SLO if call is None else call.slo
 
 
 def log_fields(**fields: Any) -> dict[str, Any]:

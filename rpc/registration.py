@@ -187,13 +187,11 @@ class Registration:
         backoff_s, reported = _FIRST_BACKOFF_S, ""
         try:
             while True:
-                host = self._routers.name_of(router)
-                async with open_cluster_channel(router, self._security, host) as channel:
-                    num_announced, error = await self._renew(router, channel)
+                num_announced, problem = await self._announce_once(router)
                 if num_announced:
                     backoff_s, reported = _FIRST_BACKOFF_S, ""
-                if error.message != reported:
-                    reported = error.message
+                if problem != reported:
+                    reported = problem
                     _LOGGER.warning("not announced to router %s: %s", router, reported)
                 if router not in self._routers.addresses:
                     return
@@ -201,6 +199,24 @@ class Registration:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
         finally:
             del self._announcing[router]
+
+    async def _announce_once(self, router: str) -> tuple[int, str]:
+        """Announces the address over one connection; returns how often that succeeded, and what
+        ended it. Whatever it was, another connection is tried: a worker that is not announced gets
+        no requests.
+        """
+        host = self._routers.name_of(router)
+        try:
+            async with open_cluster_channel(router, self._security, host) as channel:
+                num_announced, error = await self._renew(router, channel)
+            return num_announced, error.message
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            return 0, "the call was cancelled"
+        except Exception as error:
+            _LOGGER.debug("announcements to router %s", router, exc_info=True)
+            return 0, f"{type(error).__name__}: {error}"
 
     async def _renew(self, router: str, channel: grpc.aio.Channel) -> tuple[int, BatonError]:
         """Announces the address over one connection again and again; returns how often that
@@ -224,7 +240,7 @@ class Registration:
         except grpc.aio.AioRpcError as error:
             return num_announced, from_rpc_error(error)
         except asyncio.CancelledError:
-            if num_announced:
+            if num_announced and _is_cancelled():
                 await self._withdraw(stub)
             raise
 
@@ -233,6 +249,12 @@ class Registration:
         metadata = self._security.call_metadata()
         with suppress(grpc.aio.AioRpcError):  # the lease ends by itself
             await stub.Withdraw(request, timeout=_WITHDRAW_TIMEOUT_S, metadata=metadata)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task was cancelled, and not only a call that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class RegisteredService(Service):

@@ -134,9 +134,9 @@ VARIABLES = (
     ),
     Variable(
         "BATON_RESULTS_FOLDER",
-        "`make test-gpu`, `make bench-gpu`, `make bench-record`",
+        "`make bench-record`",
         "benchmarks/results",
-        "folder for their reports",
+        "folder for its reports",
     ),
     Variable(
         "BATON_CONTAINERS",
@@ -149,7 +149,7 @@ VARIABLES = (
         "BATON_TEST_RESULTS",
         "tests",
         "",
-        "file for one line per test; `make test-gpu` sets it",
+        "file for one line per test; `make gpu-first` sets it",
     ),
     Variable(
         "BATON_TEST_TOKENIZERS",

@@ -1,6 +1,6 @@
 #!/bin/sh
-# As root on Debian: installs Node, Go, Ruby, nginx and HAProxy, unless they are there, and builds the
-# client programs of the tests. What cannot be had is named and left out: tests whose tools are missing
+# As root on Debian: installs Node, Go, Ruby, nginx, HAProxy and Chromium, unless they are there, and builds
+# the client programs of the tests. What cannot be had is named and left out: tests whose tools are missing
 # skip themselves.
 set -eu
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ packages=$(missing node:nodejs npm:npm go:golang-go protoc:protobuf-compiler \
     protoc-gen-go:protoc-gen-go-1-5 protoc-gen-go-grpc:protoc-gen-go-grpc \
     /usr/share/gocode/src/google.golang.org/grpc:golang-google-grpc-dev \
     /usr/share/gocode/src/github.com/golang/protobuf/proto/registry.go:golang-github-golang-protobuf-1-5-dev \
-    grpc_tools_ruby_protoc:ruby-grpc-tools nginx:nginx-light haproxy:haproxy)
+    grpc_tools_ruby_protoc:ruby-grpc-tools nginx:nginx-light haproxy:haproxy chromium:chromium)
 if [ -n "$packages" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     # RUNLEVEL keeps the proxies from being started as services.
     { apt-get update --quiet --quiet && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install \

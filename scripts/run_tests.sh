@@ -23,7 +23,7 @@ run_part() {
 }
 
 run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
-# Three, since tests wait for other processes and for timeouts during a fifth of their time. More
+# Three, since tests wait for other processes and for timeouts during a part of their time. More
 # threads than cores would wait for each other. In the order of the folders, the files that take long
 # do not come last.
 run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \

@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import re
+import shutil
 import signal
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -38,6 +40,14 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("baton")
+
+
+def pytest_configure(config):
+    """Makes the folder of checkpoints and reference tokens, which all processes of a run share."""
+    if "PYTEST_CHECKPOINTS" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="baton-checkpoints-")
+        os.environ["PYTEST_CHECKPOINTS"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 
 from baton.cli.operator_calls import add_credential_args, operator_channel
-from baton.doctor import Finding, Level, machine, native_kernels, ranks, software
+from baton.doctor import Finding, Level, gpus, machine, native_kernels, ranks, software
 
 __all__ = ["add_args", "examine", "format_findings", "main"]
 
@@ -24,6 +24,7 @@ _Check = Callable[[], Iterable[Finding]]
 _CHECKS: tuple[_Check, ...] = (
     software.check_versions,
     software.check_torch,
+    gpus.check_gpus,
     machine.check_cpu,
     machine.check_cores,
     machine.check_threads,

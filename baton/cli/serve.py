@@ -160,10 +160,13 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
     print(f"Serving {', '.join(config.model.names)}")
     if router.http_address:
         print(f"{'http':<10} {router.url}")
+        if config.router.http.page:
+            print(f"{'page':<10} {router.page_url}")
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:
-        print(f"{server.spec.name:<10} {server.address}{_gpu_note(server)}")
+        does_all = "" if plan.prefill or not server.gpu_share.gpus else ", prompts and answers"
+        print(f"{server.spec.name:<10} {server.address}{_gpu_note(server)}{does_all}")
     for server in (router, *plan.workers):
         if server.metrics_url:
             print(f"{'metrics':<10} {server.metrics_url} of {server.spec.name}")

@@ -6,8 +6,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+from baton.common.flags.config_flags import config_from_args
+from baton.up.gpus import default_workers, visible_gpus
 from baton.up.plan import ClusterConfig, RayTiers, worker_targets
 from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
 from router.config.processes import check_processes
 from router.config.router import add_args as add_router_args
 from router.config.router import router_config_from_args
@@ -52,13 +55,16 @@ def add_cluster_args(
             `baton serve`.
     """
     for tier, text in (
-        ("prefill", "number of prefill workers; with 0, decode workers compute prompts too"),
-        ("decode", "number of decode workers"),
+        (
+            "prefill",
+            "number of prefill workers; with 0, decode workers compute prompts too (default: 1; 0 "
+            "with one GPU and no --decode-workers)",
+        ),
+        ("decode", "number of decode workers (default: 1)"),
     ):
         # The second name is that of earlier versions.
-        help_text = f"{text} (default: %(default)s)"
         flag, dest = f"--{tier}-workers", f"{tier}_workers"
-        parser.add_argument(flag, type=int, default=1, metavar="N", help=help_text)
+        parser.add_argument(flag, type=int, metavar="N", help=text)
         parser.add_argument(
             f"--{tier}", type=int, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
@@ -106,7 +112,8 @@ def running_config(
     """
     with exit_on_signals(), ExitStack() as folders:
         if ray_address is not None:
-            config = _on_ray(cluster_config_from_args(args, args.kv_connector), ray_address)
+            config = cluster_config_from_args(args, args.kv_connector, is_on_ray=True)
+            config = _on_ray(config, ray_address)
             engine = engine_on_ray(config.engine)
         else:
             kv_connector = args.kv_connector or folders.enter_context(embedded_store())
@@ -126,18 +133,21 @@ def _on_ray(config: ClusterConfig, address: str) -> ClusterConfig:
     return replace(config, router=router, ray=RayTiers(address, sizes))
 
 
-def cluster_config_from_args(args: argparse.Namespace, kv_connector: str | None) -> ClusterConfig:
+def cluster_config_from_args(
+    args: argparse.Namespace, kv_connector: str | None, *, is_on_ray: bool = False
+) -> ClusterConfig:
     """Returns the config that parsed flags describe.
 
     Args:
         args: flags that `add_cluster_args` added.
         kv_connector: URL of the connector of all workers.
+        is_on_ray: whether the workers run on the nodes of a Ray cluster.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
     """
     check_processes("--router-processes", args.router_processes)
-    prefill, decode = worker_targets(args.prefill_workers, args.decode_workers)
+    prefill, decode = worker_targets(*_num_workers(args, is_on_ray=is_on_ray))
     router = router_config_from_args(args, prefill=prefill, decode=decode)
     engine = engine_config_from_args(
         args,
@@ -151,3 +161,13 @@ def cluster_config_from_args(args: argparse.Namespace, kv_connector: str | None)
         router=replace(router, security=security),
         router_processes=args.router_processes,
     )
+
+
+def _num_workers(args: argparse.Namespace, *, is_on_ray: bool) -> tuple[int, int]:
+    """Returns the numbers of prefill and of decode workers."""
+    numbers = args.prefill_workers, args.decode_workers
+    if numbers == (None, None) and not is_on_ray:
+        engine = config_from_args(EngineConfig, args, model=_DEMO_MODEL)
+        return default_workers(visible_gpus(), engine)
+    num_prefill, num_decode = (1 if number is None else number for number in numbers)
+    return num_prefill, num_decode

@@ -103,7 +103,7 @@ def check_compiler() -> Iterator[Finding]:
     """Reports the compiler that would build the kernels."""
     compiler = find_compiler()
     if compiler is None:
-        text = "no C++20 compiler found; only building the CPU kernels needs one"
+        text = "no C++20 compiler found; only building the CPU kernels needs C++"
         yield Finding("compiler", Level.NOTE, text)
     else:
         text = f"{compiler.version} ({' '.join(compiler.command)})"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 
-__all__ = ["GPUS_VARIABLE", "GpuShare", "share_gpus", "visible_gpus"]
+__all__ = ["GPUS_VARIABLE", "GpuShare", "default_workers", "share_gpus", "visible_gpus"]
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -59,6 +59,22 @@ def visible_gpus() -> tuple[str, ...]:
     named = os.environ.get(GPUS_VARIABLE)
     names = [str(index) for index in range(count)] if named is None else named.split(",")
     return tuple(name.strip() for name in names[:count])
+
+
+def default_workers(gpus: Sequence[str], engine: EngineConfig) -> tuple[int, int]:
+    """Returns the numbers of prefill and of decode workers that nobody has chosen.
+
+    One of each; where there are GPUs for one engine alone, one worker computes prompts too: two
+    would need its weights twice, and halve what is left for KV.
+
+    Args:
+        gpus: the machine's GPUs.
+        engine: config of every worker.
+    """
+    if engine.device == "cpu" or not gpus:
+        return 1, 1
+    has_one = engine.device not in ("auto", "cuda") or len(gpus) // engine.num_ranks <= 1
+    return (0, 1) if has_one else (1, 1)
 
 
 def share_gpus(gpus: Sequence[str], engine: EngineConfig, num_workers: int) -> list[GpuShare]:

@@ -149,6 +149,11 @@ class Server:
         return f"{self._scheme}://{self.http_address}/v1"
 
     @property
+    def page_url(self) -> str:
+        """The URL of its page for browsers."""
+        return f"{self._scheme}://{self.http_address}/"
+
+    @property
     def metrics_url(self) -> str:
         """The URL of its metrics; empty if it has no port for them."""
         return f"{self._scheme}://{self.metrics_address}/metrics" if self.metrics_address else ""

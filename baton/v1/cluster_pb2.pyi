@@ -99,21 +99,25 @@ class GetTraceRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
+    SLOWEST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id: the client's, or the one that the router chose; for one
     of several prompts with a dash and its number. Empty: the latest requests.
     """
     limit: builtins.int
     """The most records, if `request_id` is empty. Unset: 20. In [1, 1000]."""
+    slowest: builtins.bool
+    """Of the records that the router has, those that took longest in place of the latest."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         limit: builtins.int | None = ...,
+        slowest: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_limit", b"_limit", "limit", b"limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_limit", b"_limit", "limit", b"limit", "request_id", b"request_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_limit", b"_limit", "limit", b"limit", "request_id", b"request_id", "slowest", b"slowest"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit: typing_extensions.TypeAlias = typing.Literal["limit"]
     _WhichOneofArgType__limit: typing_extensions.TypeAlias = typing.Literal["_limit", b"_limit"]
@@ -130,7 +134,7 @@ class GetTraceResponse(google.protobuf.message.Message):
     TRACES_FIELD_NUMBER: builtins.int
     @property
     def traces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestTrace]:
-        """The records, the latest first."""
+        """The records, the latest first, or the longest if `slowest` is set."""
 
     def __init__(
         self,
@@ -479,6 +483,23 @@ class RouterActivity(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+    @typing.final
+    class WaitingEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     NUM_RUNNING_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
@@ -487,6 +508,7 @@ class RouterActivity(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     ERRORS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
     num_running: builtins.int
     """Requests that run now."""
     num_resumes: builtins.int
@@ -520,6 +542,10 @@ class RouterActivity(google.protobuf.message.Message):
     def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Calls refused because of who called, or how often, by the reason."""
 
+    @property
+    def waiting(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """By model, requests that no replica would start soon."""
+
     def __init__(
         self,
         *,
@@ -531,10 +557,11 @@ class RouterActivity(google.protobuf.message.Message):
         token: Global___RecentTimes | None = ...,
         errors: collections.abc.Iterable[Global___RecentError] | None = ...,
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        waiting: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_token", b"first_token", "token", b"token"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["errors", b"errors", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "num_resumes", b"num_resumes", "num_running", b"num_running", "refused", b"refused", "token", b"token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["errors", b"errors", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "num_resumes", b"num_resumes", "num_running", b"num_running", "refused", b"refused", "token", b"token", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterActivity: typing_extensions.TypeAlias = RouterActivity

@@ -96,6 +96,8 @@ def rotation_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Ite
 def _steps(sizes: Sizes) -> Iterator[_AttentionStep]:
     for batch_size, context in sizes.decode:
         yield _decode_step(batch_size, context)
+    for batch_size, context, longest in sizes.uneven:
+        yield _uneven_step(batch_size, context, longest)
     for num_cached, num_queries in sizes.chunks:
         yield _chunk(num_cached, num_queries)
     yield _decode_step(16, 2048, _WINDOW)
@@ -105,6 +107,12 @@ def _steps(sizes: Sizes) -> Iterator[_AttentionStep]:
 def _decode_step(batch_size: int, context: int, window: int | None = None) -> _AttentionStep:
     spans = (ByteSpan(context - 1, 1),) * batch_size
     return _AttentionStep(_named("decode", window), f"{batch_size} x {context}", spans, window)
+
+
+def _uneven_step(batch_size: int, context: int, longest: int) -> _AttentionStep:
+    spans = (*(ByteSpan(context - 1, 1),) * batch_size, ByteSpan(longest - 1, 1))
+    size = f"{batch_size} x {context}, 1 x {longest}"
+    return _AttentionStep("decode, uneven", size, spans)
 
 
 def _chunk(num_cached: int, num_queries: int, window: int | None = None) -> _AttentionStep:

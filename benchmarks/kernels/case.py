@@ -185,6 +185,7 @@ class Sizes:
         drawn: rows that draw.
         ruled: rows that have rules.
         decode: (number of sequences, context of each) of decode steps.
+        uneven: (number of sequences, context of each, context of one more) of decode steps.
         chunks: (tokens cached, tokens computed) of chunks of a prompt.
         rotated: numbers of sequences whose tokens are rotated.
     """
@@ -195,6 +196,7 @@ class Sizes:
     drawn: Sequence[int]
     ruled: Sequence[int]
     decode: Sequence[tuple[int, int]]
+    uneven: Sequence[tuple[int, int, int]]
     chunks: Sequence[tuple[int, int]]
     rotated: Sequence[int]
 
@@ -208,16 +210,18 @@ SIZES: Mapping[str, Sizes] = MappingProxyType(
             drawn=(1, 32),  # in torch, more would take seconds
             ruled=(1, 32, 256),
             decode=((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512)),
+            uneven=((15, 128, 2048),),
             chunks=((0, 512), (2048, 512)),
             rotated=(1, 16, 48),
         ),
         "cuda": Sizes(
-            product_rows=(1, 16, 64, 256, 8192),
+            product_rows=(1, 8, 16, 32, 64, 256, 8192),
             hidden_rows=(1, 256, 8192),
             sequences=(1, 64, 256),
             drawn=(1, 256),
             ruled=(1, 256),
             decode=tuple((count, context) for context in (512, 8192) for count in (1, 16, 64, 256)),
+            uneven=((63, 512, 32_768),),
             chunks=((0, 2048), (0, 8192), (6144, 2048)),
             rotated=(1, 64, 256),
         ),

@@ -25,6 +25,7 @@ from benchmarks.kernels.layers import (
     norm_cases,
     scatter_cases,
 )
+from benchmarks.kernels.quantized import quantized_cases
 from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle, sample_calls
 from kernels import reference
 
@@ -42,6 +43,7 @@ PRIMITIVES: Mapping[str, MakeCases] = MappingProxyType(
     {
         "linear": linear_cases,
         "linear_gated": gated_linear_cases,
+        "linear_quantized": quantized_cases,
         "paged_attention": attention_cases,
         "rotate_and_write_kv": rotation_cases,
         "rms_norm": norm_cases,

@@ -10,8 +10,8 @@ from functools import partial
 from baton.common.errors import ConfigurationError
 from baton.common.request.request_spec import RequestSpec
 from baton.common.request.sampling_params import SamplingParams
+from benchmarks.offline.driven_rows import DrivenRows
 from benchmarks.offline.offline_engine import OfflineEngine
-from benchmarks.offline.steps import DrivenRows
 from engine.config import EngineConfig
 from engine.loop.core import EngineCore
 from engine.runtime.device import with_device_defaults

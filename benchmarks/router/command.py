@@ -15,6 +15,7 @@ from benchmarks.router.long_prompts import long_prompt_table, measure_long_promp
 from benchmarks.router.overload import measure_overload, overload_table
 from benchmarks.router.policies import measure_policies, policy_table
 from benchmarks.router.streams import measure_streams, stream_table
+from benchmarks.router.workers import measure_workers, workers_table
 from benchmarks.workloads.kind import refuse_below
 
 __all__ = ["add_args", "main"]
@@ -43,7 +44,9 @@ _PARTS = {
     "overload": _Part(measure_overload, overload_table),
     # Needs 20,000 open files and two minutes.
     "connections": _Part(measure_connections, connection_table, is_default=False),
-    # Takes an hour.
+    # Takes ten minutes and some GB of memory.
+    "workers": _Part(measure_workers, workers_table, is_default=False),
+    # Takes 20 minutes.
     "policies": _Part(measure_policies, policy_table, is_default=False),
 }
 
@@ -58,7 +61,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="trace in Mooncake's format for --part policies (default: made-up conversations)",
+        help="trace in Mooncake's format for --part policies and workers (default: made-up "
+        "conversations)",
     )
     parser.add_argument(
         "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
@@ -82,12 +86,17 @@ def main(args: argparse.Namespace) -> int:
     short requests beside them. idle: a router that has replicas and no requests. connections:
     10,000 streams at once, and the memory of each. The workers have no model: they send a token per
     stream and step. overload: three times as many requests as can be served, over simulated
-    replicas. policies: routing policies on a trace, over simulated replicas.
+    replicas. policies: routing policies on a trace, over simulated replicas. workers: the choice
+    among up to 7,000 of them.
     """
     check_output_args(args)
     refuse_below(1, processes=args.processes)
     names = args.part or [name for name, part in _PARTS.items() if part.is_default]
-    options = {"streams": {"num_processes": args.processes}, "policies": {"trace": args.trace}}
+    options = {
+        "streams": {"num_processes": args.processes},
+        "policies": {"trace": args.trace},
+        "workers": {"trace": args.trace},
+    }
     rows = {
         name: _PARTS[name].measure(is_smoke=args.smoke, **options.get(name, {}))
         for name in _PARTS

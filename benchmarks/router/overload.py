@@ -1,21 +1,27 @@
 """`baton bench router --part overload`: tenants, deadlines and bursts on a simulated cluster.
 
-The router's own queue, estimates and limits decide (`simulated_cluster`), in virtual time: the
+The router's own queue, estimates and limits decide (`QueueingRouter`), in virtual time: the
 figures do not depend on the machine, and minutes of load take seconds.
 """
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 from baton.common.request.slo import NO_SLO, Slo
 from benchmarks.report import Table
-from benchmarks.router.simulated_cluster import Job, Machines, SimulatedCluster
-from benchmarks.router.virtual_time import run_in_virtual_time
+from benchmarks.router.simulation.cluster import SimulatedCluster
+from benchmarks.router.simulation.queueing import QueueingRouter, TenantRequest
+from benchmarks.router.simulation.replica import Machine
+from benchmarks.router.simulation.virtual_time import run_in_virtual_time
+from router.routing.policies import make_policy
+from router.routing.policy import PolicySettings
 
 __all__ = [
+    "SMALL_MACHINE",
     "Demand",
     "Load",
     "Outcome",
@@ -26,6 +32,17 @@ __all__ = [
     "simulate",
 ]
 
+SMALL_MACHINE = Machine(
+    prompt_token_s=1 / 20_000,
+    prompt_s=0.0,
+    step_s=0.0105,
+    sequence_s=0.0005,
+    num_seats=16,
+    kv_bytes_per_token=0,
+    num_blocks=1024,
+    block_size=16,
+)
+"""Small enough for a few hundred requests to be too many."""
 _TIMEOUT_S = 4.0
 _MEAN_PROMPT_TOKENS = 128
 _MEAN_TOKENS = 32
@@ -74,7 +91,9 @@ class Load:
     Attributes:
         phases: loads, one after the other.
         demands: what tenants ask for.
-        machines: the replicas.
+        num_prefill: prefill replicas.
+        num_decode: decode replicas.
+        machine: what each replica runs on.
         timeout_s: the deadline of all requests.
         comes_back: whether clients come back once when they were asked to.
         limits_sending: whether requests wait in the router; False: in the replicas' queues.
@@ -85,7 +104,9 @@ class Load:
 
     phases: Sequence[Phase]
     demands: Sequence[Demand] = _DEMANDS
-    machines: Machines = field(default_factory=Machines)
+    num_prefill: int = 1
+    num_decode: int = 2
+    machine: Machine = SMALL_MACHINE
     timeout_s: float = _TIMEOUT_S
     comes_back: bool = False
     limits_sending: bool = True
@@ -96,8 +117,10 @@ class Load:
     @property
     def capacity(self) -> float:
         """Requests per second that the replicas end at most."""
-        prefill = self.machines.num_prefill * self.machines.prefill_tokens_per_s
-        return min(self.machines.decode_rate(_MEAN_TOKENS), prefill / _MEAN_PROMPT_TOKENS)
+        machine = self.machine
+        prefill = self.num_prefill / (machine.prompt_token_s * _MEAN_PROMPT_TOKENS)
+        decode = self.num_decode * machine.num_seats / (machine.full_step_s * _MEAN_TOKENS)
+        return min(prefill, decode)
 
     @property
     def seconds(self) -> float:
@@ -110,13 +133,13 @@ class Outcome:
     """What became of all requests.
 
     Attributes:
-        jobs: the requests.
+        requests: the requests.
         max_held: the most that the router held at once.
         num_accounts: tenants that its queue remembered at the end.
         prefill_busy_s: how long prefill computed, in all.
     """
 
-    jobs: Sequence[Job]
+    requests: Sequence[TenantRequest]
     max_held: int
     num_accounts: int
     prefill_busy_s: float
@@ -125,49 +148,53 @@ class Outcome:
         """Tokens per second of the answers that ended by their deadline between two moments. Under
         overload short ones have better chances, so a number of requests would say less.
         """
-        done = [job for job in self.jobs if job.outcome == "done" and start <= job.ended_at < end]
-        return sum(job.num_tokens for job in done) / (end - start)
+        done = self._done(start, end)
+        return sum(request.num_output_tokens for request in done) / (end - start)
 
     def shares(self, start: float, end: float) -> Mapping[str, float]:
         """The parts of the tokens of answered requests that each tenant had."""
         tokens: Counter[str] = Counter()
-        for job in self.jobs:
-            if job.outcome == "done" and start <= job.ended_at < end:
-                tokens[job.tenant] += job.num_prompt_tokens + job.num_tokens
+        for request in self._done(start, end):
+            tokens[request.tenant] += request.num_tokens + request.num_output_tokens
         return {tenant: number / tokens.total() for tenant, number in tokens.items()}
 
-    def refused(self) -> Sequence[Job]:
+    def refused(self) -> Sequence[TenantRequest]:
         """The requests that were refused."""
-        return [job for job in self.jobs if job.outcome not in ("done", "late")]
+        return [request for request in self.requests if request.outcome not in ("done", "late")]
 
     def slow_refusals(self, limit_s: float) -> float:
         """The part of the refusals that took longer."""
         refused = self.refused()
-        slow = [job for job in refused if job.ended_at - job.arrived_at > limit_s]
+        slow = [request for request in refused if request.ended_at - request.arrival_s > limit_s]
         return len(slow) / max(len(refused), 1)
 
     def admitted_returns(self) -> float:
         """The part of the clients that were let in when they came back."""
-        returns = [job for job in self.jobs if job.is_return]
-        admitted = [job for job in returns if job.outcome in ("done", "late")]
+        returns = [request for request in self.requests if request.is_return]
+        admitted = [request for request in returns if request.outcome in ("done", "late")]
         return len(admitted) / max(len(returns), 1)
 
     def wasted_prefill(self, load: Load) -> float:
         """The part of the computed prompts whose request was not answered in time."""
-        rate = load.machines.prefill_tokens_per_s
-        used = sum(job.num_prompt_tokens for job in self.jobs if job.outcome == "done") / rate
-        return 1 - used / max(self.prefill_busy_s, 1e-9)
+        done = [request for request in self.requests if request.outcome == "done"]
+        used_s = load.machine.prompt_token_s * sum(request.num_tokens for request in done)
+        return 1 - used_s / max(self.prefill_busy_s, 1e-9)
 
     def recovery_s(self, burst_end: float, seconds: float) -> float:
         """Seconds after a burst from which on nearly all new requests are answered in time."""
         last = 0.0
         for second in range(int(seconds)):
             start = burst_end + second
-            new = [job for job in self.jobs if start <= job.arrived_at < start + 1]
-            done = [job for job in new if job.outcome == "done"]
+            new = [request for request in self.requests if start <= request.arrival_s < start + 1]
+            done = [request for request in new if request.outcome == "done"]
             if len(done) < _RECOVERED_SHARE * len(new):
                 last = second + 1.0
         return last
+
+    def _done(self, start: float, end: float) -> Sequence[TenantRequest]:
+        """The requests that were answered between two moments."""
+        ended = [request for request in self.requests if start <= request.ended_at < end]
+        return [request for request in ended if request.outcome == "done"]
 
 
 def simulate(load: Load) -> Outcome:
@@ -176,42 +203,50 @@ def simulate(load: Load) -> Outcome:
 
 
 async def _simulate(load: Load) -> Outcome:
-    cluster = SimulatedCluster(
-        load.machines, limits_sending=load.limits_sending, is_fair=load.is_fair
+    cluster = SimulatedCluster([load.machine] * load.num_prefill, [load.machine] * load.num_decode)
+    router = QueueingRouter(
+        make_policy("prefix", PolicySettings()),
+        cluster.prefill,
+        cluster.decode,
+        limits_sending=load.limits_sending,
+        is_fair=load.is_fair,
     )
-    cluster.start()
-    draw = random.Random(load.seed)
+    cluster.start([router])
+    draw, numbers = random.Random(load.seed), itertools.count()
+    clock = asyncio.get_running_loop().time
     async with asyncio.TaskGroup() as tasks:
         for phase in load.phases:
-            end = asyncio.get_running_loop().time() + phase.seconds
-            while asyncio.get_running_loop().time() < end:
-                tasks.create_task(_client(cluster, _job(load, draw), comes_back=load.comes_back))
+            end = clock() + phase.seconds
+            while clock() < end:
+                request = _request(load, draw, next(numbers))
+                tasks.create_task(_client(router, request, comes_back=load.comes_back))
                 await asyncio.sleep(draw.expovariate(phase.load * load.capacity))
-    await cluster.close()
-    return Outcome(
-        cluster.jobs, cluster.max_held, cluster.num_accounts, sum(cluster.prefill_busy_s())
-    )
+    busy_s = sum(replica.busy_s for replica in cluster.prefill)
+    return Outcome(router.ended, router.max_held, router.num_accounts, busy_s)
 
 
-def _job(load: Load, draw: random.Random) -> Job:
+def _request(load: Load, draw: random.Random, number: int) -> TenantRequest:
+    """Draws a request, whose prompt has nothing in common with others."""
     (demand,) = draw.choices(load.demands, [demand.share for demand in load.demands])
-    return Job(
+    num_tokens = draw.randint(1, 2 * _MEAN_PROMPT_TOKENS - 1)
+    return TenantRequest(
+        number=number,
+        arrival_s=0.0,
+        num_tokens=num_tokens,
+        num_output_tokens=draw.randint(1, 2 * _MEAN_TOKENS - 1),
+        keys=[b"%d/%d" % (number, i) for i in range(num_tokens // load.machine.block_size)],
         tenant=demand.tenant,
         weight=demand.weight,
-        num_prompt_tokens=draw.randint(1, 2 * _MEAN_PROMPT_TOKENS - 1),
-        num_tokens=draw.randint(1, 2 * _MEAN_TOKENS - 1),
         timeout_s=load.timeout_s,
         slo=load.slo,
     )
 
 
-async def _client(cluster: SimulatedCluster, job: Job, *, comes_back: bool) -> None:
-    await cluster.serve(job)
-    if comes_back and job.retry_after_s is not None:
-        await asyncio.sleep(job.retry_after_s)
-        await cluster.serve(
-            replace(job, is_return=True, first_token_at=None, outcome="", retry_after_s=None)
-        )
+async def _client(router: QueueingRouter, request: TenantRequest, *, comes_back: bool) -> None:
+    await router.serve_or_refuse(request)
+    if comes_back and request.retry_after_s is not None:
+        await asyncio.sleep(request.retry_after_s)
+        await router.serve_or_refuse(replace(request, is_return=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +284,7 @@ def measure_overload(*, is_smoke: bool) -> Sequence[OverloadRow]:
     Args:
         is_smoke: for a short time, whose figures mean nothing.
     """
-    seconds = 4.0 if is_smoke else 20.0
+    seconds = 2.0 if is_smoke else 20.0
     peak = max(
         simulate(Load((Phase(seconds, load),))).goodput(seconds / 2, seconds) for load in _LOADS
     )

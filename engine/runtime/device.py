@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 
 from baton.common.errors import ConfigurationError
-from engine.config import AUTO, EngineConfig
+from engine.config import (
+    AUTO,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    EngineConfig,
+)
 
 __all__ = [
     "Fetched",
@@ -22,6 +28,9 @@ __all__ = [
     "wait_for",
     "with_device_defaults",
 ]
+
+_STEP_SIZES = ((60 << 30, 256, 8192), (20 << 30, 128, 4096))
+"""By the least bytes of a GPU that a worker may use: sequences and tokens of a step."""
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -71,14 +80,39 @@ def with_device_defaults(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigurationError: there is no such device.
     """
-    if config.async_scheduling is not None and config.max_step_ms is not None:
+    if None not in _device_fields(config).values():
         return config
-    is_on_gpu = resolve_device(config.device).type == "cuda"
-    if config.async_scheduling is None:
-        config = replace(config, async_scheduling=is_on_gpu)
-    if config.max_step_ms is None:
-        config = replace(config, max_step_ms=0 if is_on_gpu else AUTO)
-    return config
+    device = resolve_device(config.device)
+    max_num_seqs, max_num_batched_tokens = _step_sizes(device, config.gpu_memory_utilization)
+    is_on_gpu = device.type == "cuda"
+    defaults: dict[str, Any] = {
+        "async_scheduling": is_on_gpu,
+        "max_step_ms": 0 if is_on_gpu else AUTO,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+    unset = [name for name, value in _device_fields(config).items() if value is None]
+    return replace(config, **{name: defaults[name] for name in unset})
+
+
+def _device_fields(config: EngineConfig) -> dict[str, object]:
+    """Returns the fields whose defaults depend on the device, with their values."""
+    return {
+        "async_scheduling": config.async_scheduling,
+        "max_step_ms": config.max_step_ms,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+    }
+
+
+def _step_sizes(device: torch.device, utilization: float) -> tuple[int, int]:
+    """Returns how many sequences and tokens a step may have: more, the more memory there is."""
+    if device.type == "cuda":
+        usable = utilization * torch.cuda.get_device_properties(device).total_memory
+        for least_bytes, num_seqs, num_tokens in _STEP_SIZES:
+            if usable >= least_bytes:
+                return num_seqs, num_tokens
+    return DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 def used_bytes(device: torch.device) -> int:

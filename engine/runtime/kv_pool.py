@@ -177,7 +177,7 @@ def decide_num_blocks(
     else:
         num_blocks = max(0, free_bytes - state_bytes) // block_bytes
         if is_on_cpu:
-            num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_request)
+            num_blocks = min(num_blocks, config.max_step_seqs * blocks_per_request)
     if plan is not None:
         if is_on_cpu:
             needed = max(num_blocks, blocks_per_request)

@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _SAME_FLAGS = (
-    *("max_num_seqs", "max_num_batched_tokens"),
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
     *("enforce_eager", "speculative_config", "quantization", "quantized_compute"),
 )
@@ -51,6 +50,8 @@ def check_same_engine(ranks: EngineRanks, config: EngineConfig, info: ModelInfo)
         "the KV cache": str(info.layout),
         "the layout of states": str(info.states),
         "--max-model-len": str(info.max_model_len),
+        "--max-num-seqs": str(config.max_step_seqs),
+        "--max-num-batched-tokens": str(config.max_step_tokens),
         **{f"--{name.replace('_', '-')}": str(getattr(config, name)) for name in _SAME_FLAGS},
     }
     _check_same(ranks, limits)

@@ -27,7 +27,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class Turns:
         folder: folder of the lock files, the same for all engines that take turns; None
             to run every step without waiting.
         longest_turn_s: maximum wait for another engine's turn to end.
+        read_compiling_s: returns how long this process has compiled kernels, which takes no turn
+            but is no part of a step either.
 
     Attributes:
         wish_s: as in `engine.runner.EngineTurns`; other engines learn it when this one waits.
@@ -74,7 +76,13 @@ class Turns:
         ConfigurationError: the lock files cannot be created there.
     """
 
-    def __init__(self, folder: str | None, longest_turn_s: float = _MAX_TURN_S) -> None:
+    def __init__(
+        self,
+        folder: str | None,
+        longest_turn_s: float = _MAX_TURN_S,
+        read_compiling_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._read_compiling_s = read_compiling_s
         self.wish_s: float | None = None
         self._written_wish = b""
         self._rewrite_at = 0.0
@@ -88,7 +96,13 @@ class Turns:
 
     @property
     def waited_s(self) -> float:
-        """Seconds waited for turns in all, the present wait included. Any thread may read it."""
+        """Seconds waited for turns and for compiled kernels in all, the present wait included. Any
+        thread may read it.
+        """
+        return self._waited_for_turns_s + self._read_compiling_s()
+
+    @property
+    def _waited_for_turns_s(self) -> float:
         total, began = self._wait
         return total + (time.monotonic() - began if began else 0.0)
 
@@ -132,7 +146,7 @@ class Turns:
         try:
             is_locked = self._lock_next_then_turn(next_file, turn)
         finally:
-            self._wait = self.waited_s, 0.0
+            self._wait = self._waited_for_turns_s, 0.0
         if is_locked:
             with suppress(OSError):  # without a new stamp, the turn only looks longer to others
                 os.pwrite(turn, os.urandom(_STAMP_BYTES), 0)

@@ -267,12 +267,13 @@ class Scheduler:
             is_bounded: whether its prompts are bounded by time. A step that tries a group alone
                 is not: no sequence decodes in it.
         """
-        began_at, num_decoding = self._times.now(), len(self._decoding)
-        num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in self._chunking())
-        num_present = self._queues.num_running + len(self._queues.waiting)
+        began_at, chunking = self._times.now(), list(self._chunking())
+        num_decoding = len(self._decoding)
+        num_present = num_decoding + len(chunking) + len(self._queues.waiting)
+        num_decoding += sum(s.num_scheduled >= s.group.num_prompt for s in chunking)
         prompt_budget = self._times.prompt_budget(num_decoding if is_bounded else 0, num_present)
         self._metrics.step_limited(self._times.limit_s)
-        budget = self._config.max_num_batched_tokens
+        budget = self._config.max_step_tokens
         return StepPlan(
             step=(step := self._num_steps + 1),
             budget=budget - self._decoding.num_in(step),

@@ -7,7 +7,8 @@ tuned while requests are served.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,7 @@ __all__ = [
     "TileLaunch",
     "launch_table",
     "load_launch_table",
+    "replaced_launch_table",
 ]
 
 TABLES_FOLDER = Path(__file__).parent / "launch_tables"
@@ -196,6 +198,19 @@ def launch_table(device: torch.device) -> LaunchTable:
 def _load_table(device_type: str, index: int | None) -> LaunchTable:
     name = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return load_launch_table(name)
+
+
+@contextmanager
+def replaced_launch_table(table: LaunchTable) -> Iterator[None]:
+    """Makes all launches of this process use a table while the block runs, so that it can be
+    measured.
+    """
+    names, load = globals(), _load_table
+    names["_load_table"] = lambda device_type, index: table
+    try:
+        yield
+    finally:
+        names["_load_table"] = load
 
 
 def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchTable:

@@ -16,6 +16,10 @@ from kernels.weights import DenseWeight, SegmentedWeight, Weight, WeightStack
 
 __all__ = ["head_linear", "linear", "linear_gated"]
 
+# Otherwise cuBLAS may divide a sum among programs, and round each part to the type of the inputs.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
 
 @TRITON.implements(reference.linear)
 def linear(

@@ -34,6 +34,11 @@ class HttpConfig:
     allowed_methods: tuple[str, ...] = flag(("*",), "the methods that these scripts may use")
     allowed_headers: tuple[str, ...] = flag(("*",), "the headers that these scripts may send")
     allow_credentials: bool = flag(False, "let these scripts send cookies")
+    page: bool = flag(
+        True,
+        "answer browsers at / with a page on which to talk to the models and to see the state of "
+        "the cluster",
+    )
     max_request_bytes: int = flag(16 * 2**20, "most bytes of a request's body", parse=byte_size)
     max_connections: int = flag(8192, "most open HTTP connections; further ones are closed at once")
     header_timeout_s: float = flag(

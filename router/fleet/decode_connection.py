@@ -31,7 +31,7 @@ _RELEASE = "release"
 
 
 def _nothing() -> None:
-    """Does nothing at the end of a stream."""
+    """Does nothing."""
 
 
 class ReplicaLostError(UnavailableError):
@@ -140,6 +140,7 @@ class DecodeConnection:
         stub: the replica's DecodeService.
         name: the replica's name in error messages.
         security: what this router shows to the replica.
+        on_close: called once the stream has broken, before its requests look for other replicas.
 
     Attributes:
         is_open: False once the stream has broken.
@@ -150,10 +151,12 @@ class DecodeConnection:
         stub: "decode_pb2_grpc.DecodeServiceAsyncStub",
         name: str,
         security: ClusterSecurity,
+        on_close: Callable[[], None] = _nothing,
     ) -> None:
         self._stub = stub
         self._name = name
         self._security = security
+        self._on_close = on_close
         self._streams: dict[str, DecodeStream] = {}
         # Commands that were not sent yet. A request's cancel withdraws its unsent start, and
         # blocks to prefetch are joined, so at most one command waits per key.
@@ -294,6 +297,7 @@ class DecodeConnection:
 
     def _close(self, reason: str) -> None:
         self.is_open = False
+        self._on_close()
         self._commands.clear()
         self._has_commands.set()
         streams, self._streams = self._streams, {}

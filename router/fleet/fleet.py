@@ -63,6 +63,7 @@ class Fleet:
 
     Attributes:
         waiting: the requests that wait for a replica.
+        num_seats: how many sequences the decode replicas run at the same time.
         stores: whether both tiers have a common KV store.
 
     Raises:
@@ -85,6 +86,7 @@ class Fleet:
         self._has_prefill_targets = bool(config.prefill)
         self._security = security
         self.waiting = WaitingRequests()
+        self.num_seats = 0
         self.stores = StoreAgreement(self._model_name)
         self._changed = asyncio.Event()
         self._changing_role = asyncio.Lock()
@@ -145,11 +147,6 @@ class Fleet:
         """
         candidates = self.prefill.candidates
         return not candidates or any(replica.has_space for replica in candidates)
-
-    @property
-    def num_seats(self) -> int:
-        """How many sequences the decode replicas run at the same time."""
-        return sum(replica.info.max_num_seqs for replica in self.decode.candidates)
 
     @property
     def full_step_s(self) -> float:
@@ -262,6 +259,7 @@ class Fleet:
     def _notify(self) -> None:
         """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
+        self.num_seats = sum(replica.info.max_num_seqs for replica in self.decode.candidates)
         self.stores.check(self.prefill.candidates, self.decode.candidates)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -60,10 +60,14 @@ class Replica:
     Attributes:
         tier: the role of workers that are used as such a replica.
         address: its `host:port`.
+        replica_id: the worker's id, which it draws at each start.
         info: its description of what it serves.
         capacity: the largest request that it can run.
         worker: calls of its WorkerService.
         kv_events: the events of its prefix cache.
+        is_leaving: whether it refuses new requests on purpose: it drains, or has left the tier.
+        takes_requests: whether new requests may be sent to it. Each request asks for it many times,
+            of all replicas.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -80,6 +84,7 @@ class Replica:
         on_space: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
+        self.replica_id = info.worker_id
         self.info = info
         self.capacity = self._capacity()
         self.lost = asyncio.Event()
@@ -87,12 +92,13 @@ class Replica:
         self.worker = WorkerCalls(channel, security)
         self._security = security
         self._load = (loads or ReplicaLoads()).join(info, address)
-        self._is_ready = False
+        self._is_ready = self.takes_requests = False
         self._on_change: Callable[[], None] = lambda: None
         self._on_space = on_space
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
-        self._noted_role = info.role
+        self._first_role = self._noted_role = info.role
+        self.is_leaving = self._load.is_draining or not self.has_role
         self._role_changed = asyncio.Event()
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
@@ -107,29 +113,14 @@ class Replica:
         )
 
     @property
-    def replica_id(self) -> str:
-        """The worker's id, which it draws at each start."""
-        return self.info.worker_id
-
-    @property
     def tier_name(self) -> str:
         """Prefill or decode."""
         return tier_name(self.tier)
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether new requests may be sent to it."""
-        return self._is_ready and not self.is_leaving and not self.lost.is_set()
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it refuses new requests on purpose: it drains, or has left the tier."""
-        return self.load.draining or not self.has_role
-
-    @property
     def role(self) -> "worker_pb2.WorkerRole.ValueType":
         """Its role at present."""
-        return self.load.role or self.info.role
+        return self._load.role or self._first_role
 
     @property
     def has_role(self) -> bool:
@@ -272,6 +263,7 @@ class Replica:
 
     def _set_lost(self) -> None:
         self.lost.set()
+        self._note_state()
         self._role_changed.set()
 
     async def run(self, on_change: Callable[[], None]) -> None:
@@ -304,22 +296,32 @@ class Replica:
 
     def note_role(self, role: "worker_pb2.WorkerRole.ValueType") -> None:
         """Notes the worker's new role before its next report."""
-        self.load.role = role
+        self._load.role = role
         self._note_change()
 
     def _activities(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The coroutines that run while the replica lives. When one ends, the replica is lost."""
         return [self._watch_load(), self._until_dropped(), self.kv_events.run()]
 
+    def _note_state(self) -> None:
+        """Notes whether it takes requests, after each change of what that depends on."""
+        self.is_leaving = self._load.is_draining or not self.has_role
+        self.takes_requests = self._can_take() and not self.is_leaving
+
+    def _can_take(self) -> bool:
+        """Whether the worker is connected, and has reported its load."""
+        return self._is_ready and not self.lost.is_set()
+
     def _note_change(self) -> None:
         """Reports that the replica starts or stops taking requests, having room for them, or being
         ejected, and that its KV stores are others.
         """
+        self._note_state()
         if self.role != self._noted_role:
             self._noted_role = self.role
             self._role_changed.set()  # which wakes all that wait
             self._role_changed = asyncio.Event()
-        refuses, stores = self._load.refuses_grammars, tuple(self.load.kv_store_ids)
+        refuses, stores = self._load.refuses_grammars, self._load.store_ids
         now = self.takes_requests, self.has_room, refuses, self.is_ejected, stores
         if now != self._shown:
             self._shown = now

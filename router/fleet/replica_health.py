@@ -60,7 +60,10 @@ class ReplicaBreaker:
     @property
     def weight(self) -> float:
         """The share of its usual load that the replica should get, from 0.1 to 1."""
-        step = int((self._clock() - self._started_at) / _SLOW_START_S * _NUM_STEPS)
+        since_start_s = self._clock() - self._started_at
+        if since_start_s >= _SLOW_START_S:
+            return 1.0
+        step = int(since_start_s / _SLOW_START_S * _NUM_STEPS)
         return min(max(step, 1), _NUM_STEPS) / _NUM_STEPS
 
     def begin(self) -> int:

@@ -30,7 +30,8 @@ _MAX_QUEUED_TOKENS = 8192
 _MIN_QUEUED_PROMPTS = 2
 _TRANSIT_S = 0.1
 """A request reaches the engine within this time. One that takes longer is not counted for a moment;
-one that is faster is counted twice for as long."""
+one that is faster is counted twice for as long. A fifth of it changes nothing that a simulation
+shows (docs/adr/0082-router-details.md)."""
 _DEFAULT_LOAD_BYTES_PER_S = 1e9
 """Assumed until a worker has measured its loads: the speed of a common network."""
 _HIT_MEMORY_S = 60.0
@@ -77,7 +78,12 @@ class ReplicaLoad:
         clock: monotonic seconds.
 
     Attributes:
-        report: the worker's last report.
+        report: the worker's last report. What is asked for each request has an attribute: reading
+            a message takes long, and there may be hundreds of replicas.
+        is_draining: whether the worker drains.
+        role: the worker's role; 0 if its reports do not say it.
+        store_ids: identities of its KV stores.
+        num_blocks: blocks in its pool, of the size that block keys stand for.
         refuses_grammars: whether it has refused a request with a grammar since then. It may have
             lacked room for grammars to compile, which other requests do not need.
         hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
@@ -90,9 +96,16 @@ class ReplicaLoad:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = worker_pb2.WorkerLoad()
+        self.is_draining = False
+        self.role = worker_pb2.WORKER_ROLE_UNSPECIFIED
+        self.store_ids: tuple[str, ...] = ()
         self.refuses_grammars = False
         self.hit_rate = 0.0
         self._info = info
+        self._num_seats, self._max_num_requests = info.max_num_seqs, info.max_num_requests
+        self.num_blocks = self._in_keyed_blocks(info.num_blocks)
+        # Of the last report; its free blocks are of the size that block keys stand for.
+        self._num_running = self._num_reported = self._num_queued_tokens = self._free_blocks = 0
         self._address = address
         self._clock = clock
         self._refuses_all = False
@@ -102,6 +115,7 @@ class ReplicaLoad:
         self._live_sum, self._on_way_sum = _Sum(), _Sum()
         self._next_deadline = math.inf
         self._hits = _FadingShare()
+        self._computed = _FadingSum()
         self._candidate: Candidate | None = None  # made again after each change
 
     def take(self, report: worker_pb2.WorkerLoad) -> None:
@@ -113,14 +127,21 @@ class ReplicaLoad:
             if dispatch.sent_at <= arrived_by:
                 self._on_way_sum.add(self._on_way.pop(number), -1)
         self.hit_rate = self._hits.add(report.prefix_cache_hits, report.prefix_cache_queries, now)
+        self._computed.add(report.prefix_cache_queries - report.prefix_cache_hits, now)
         self.report = report
+        self.is_draining, self.role = report.draining, report.role
+        self.store_ids = tuple(report.kv_store_ids)
+        self._num_running = report.num_running
+        self._num_reported = report.num_running + report.num_waiting
+        self._num_queued_tokens = report.num_queued_tokens
+        self._free_blocks = self._in_keyed_blocks(report.num_free_blocks)
         self._refuses_all = self.refuses_grammars = False
         self._candidate = None
 
     @property
     def has_room(self) -> bool:
         """Whether the replica can queue one more request."""
-        most = self._info.max_num_requests
+        most = self._max_num_requests
         return not self._refuses_all and (not most or self._num_requests < most)
 
     @property
@@ -140,14 +161,11 @@ class ReplicaLoad:
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
         """
         self._drop_expired(self._clock())
-        report, live = self.report, self._live_sum
+        running, live = self._num_running, self._live_sum
         # Without those on their way, some of which are counted twice: seats would be left empty.
-        running = report.num_running
-        number = max(running + report.num_waiting, live.num_requests)
-        free_blocks = min(
-            self._in_keyed_blocks(report.num_free_blocks), self.num_blocks - live.num_blocks
-        )
-        if number < self._info.max_num_seqs and num_blocks <= free_blocks:
+        number = max(self._num_reported, live.num_requests)
+        free_blocks = min(self._free_blocks, self.num_blocks - live.num_blocks)
+        if number < self._num_seats and num_blocks <= free_blocks:
             return True
         return number - running < max(running // _AHEAD_SHARE, _MIN_AHEAD)
 
@@ -155,7 +173,7 @@ class ReplicaLoad:
     def may_queue_prompt(self) -> bool:
         """Whether the replica has so few prompts to compute that it might soon lack some."""
         self._drop_expired(self._clock())
-        num_tokens = self.report.num_queued_tokens + self._on_way_sum.num_tokens
+        num_tokens = self._num_queued_tokens + self._on_way_sum.num_tokens
         return num_tokens < _MAX_QUEUED_TOKENS or self._num_requests < _MIN_QUEUED_PROMPTS
 
     def note_full(self, spec: RequestSpec) -> None:
@@ -202,7 +220,8 @@ class ReplicaLoad:
         Args:
             weight: the share of the load that the replica should get.
         """
-        self._drop_expired(self._clock())
+        if self._clock() >= self._next_deadline:
+            self._drop_expired(self._clock())
         if self._candidate is None or self._candidate.weight != weight:
             self._candidate = self._make_candidate(weight)
         return self._candidate
@@ -215,16 +234,17 @@ class ReplicaLoad:
             replica_id=info.worker_id,
             address=self._address,
             num_requests=self._num_requests,
-            num_seats=max(info.max_num_seqs, 1),
-            num_queued_tokens=report.num_queued_tokens + on_way.num_tokens,
+            num_seats=max(self._num_seats, 1),
+            num_queued_tokens=self._num_queued_tokens + on_way.num_tokens,
             queue_s=self.backlog_s,
             num_free_blocks=self._num_free_blocks,
             num_blocks=num_blocks,
             cached_share=report.num_cached_blocks / max(report.num_blocks, 1),
+            recent_work=self._computed.order,
             prompt_token_s=report.prompt_token_s,
             decode_step_s=report.decode_step_s,
             load_token_s=info.kv_bytes_per_token / bytes_per_s,
-            store_ids=tuple(report.kv_store_ids),
+            store_ids=self.store_ids,
             weight=weight,
         )
 
@@ -232,20 +252,15 @@ class ReplicaLoad:
     def _num_free_blocks(self) -> int:
         """Blocks, of the size that block keys stand for, that no request holds or will fill."""
         on_way = self._on_way_sum.num_blocks
-        reported = self._in_keyed_blocks(self.report.num_free_blocks) - on_way
+        reported = self._free_blocks - on_way
         # Requests that wait in the worker hold no blocks yet, but will.
         return max(min(reported, self.num_blocks - self._live_sum.num_blocks), 0)
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in its pool, of the size that block keys stand for."""
-        return self._in_keyed_blocks(self._info.num_blocks)
-
-    @property
     def _num_requests(self) -> int:
         """Requests that it has, of all routers. The own ones are known in any case."""
-        reported = self.report.num_running + self.report.num_waiting
-        return max(reported + self._on_way_sum.num_requests, self._live_sum.num_requests)
+        with_on_way = self._num_reported + self._on_way_sum.num_requests
+        return max(with_on_way, self._live_sum.num_requests)
 
     def _drop(self, number: int) -> None:
         """Ends a request, unless its deadline has done so."""
@@ -309,6 +324,27 @@ class _FadingShare:
             self._share = self._part / self._whole
             self._last_at, self._last = now, (part, whole)
         return self._share
+
+
+class _FadingSum:
+    """How much a count has grown since a worker's start, where recent growth weighs more.
+
+    Attributes:
+        order: the sum's logarithm, plus what every sum fades by until it is read. So the orders of
+            several sums compare as the sums do, whenever each was changed.
+    """
+
+    def __init__(self) -> None:
+        self.order = -math.inf
+        self._last = 0
+
+    def add(self, count: int, now: float) -> None:
+        """Takes the count of now."""
+        growth, self._last = count - self._last, count
+        if growth > 0:
+            added = math.log(growth) + now / _HIT_MEMORY_S
+            low, high = sorted((self.order, added))
+            self.order = high + math.log1p(math.exp(low - high))
 
 
 def _has_grammar(spec: RequestSpec) -> bool:

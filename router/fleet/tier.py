@@ -116,8 +116,8 @@ class Tier(Generic[ReplicaT]):
     @property
     def candidates(self) -> Sequence[ReplicaT]:
         """The replicas that take new requests. Any thread may read them, as metrics do."""
-        # `connected` is a copy: replicas come and go while another thread iterates.
-        return [replica for replica in self.connected if replica.takes_requests]
+        # Of a copy: replicas come and go while another thread iterates.
+        return [replica for replica in list(self._connected.values()) if replica.takes_requests]
 
     @property
     def capacities(self) -> frozenset[Capacity]:

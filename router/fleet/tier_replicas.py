@@ -180,13 +180,12 @@ class DecodeReplica(Replica):
     ) -> None:
         super().__init__(address, info, channel, security, index, loads, on_space)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self.connection = DecodeConnection(stub, address, security)
+        self.connection = DecodeConnection(stub, address, security, self._note_state)
 
-    @property
     @override
-    def takes_requests(self) -> bool:
+    def _can_take(self) -> bool:
         """False as soon as the connection has broken; `lost` is set a moment later."""
-        return super().takes_requests and self.connection.is_open
+        return super()._can_take() and self.connection.is_open
 
     def release_handoff(self, handoff_id: str) -> None:
         """Makes the replica drop the blocks of a request that has moved. Best effort."""

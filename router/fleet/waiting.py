@@ -220,8 +220,7 @@ class WaitingRequests:
             may_stay: whether the request waits on for the same time when its time is over.
         """
         need = need or (lambda: find)
-        key = need()
-        if self._may_look(key):
+        if self._may_look(need):
             if (found := find()) is not None:
                 self.shares.charge(turn.share)
                 return found
@@ -230,7 +229,7 @@ class WaitingRequests:
         loop = asyncio.get_running_loop()
         last_start = min(turn.deadline, self._clock() + timeout_s)
         order, future = (last_start, next(self._arrivals)), loop.create_future()
-        group = self._group(key)
+        group = self._group(need())
         waiter = _Waiter(order, turn, find, need, future, group)
         first = group.first()
         self.shares.join(turn.share, None if first is None else first[0][2:])
@@ -268,11 +267,11 @@ class WaitingRequests:
                 self._group(waiter.need()).add(waiter)
         self.offer()
 
-    def _may_look(self, key: Hashable) -> bool:
+    def _may_look(self, need: Callable[[], Hashable]) -> bool:
         """Whether a new request takes nothing from others that were there before it."""
         if self._chosen is not None:
             return False
-        return not self._groups or (self._look is None and key not in self._groups)
+        return not self._groups or (self._look is None and need() not in self._groups)
 
     def _choose(self) -> None:
         """Lets the first request of each need look, until one finds something."""

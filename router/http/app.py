@@ -15,10 +15,18 @@ from baton.common.errors import BatonError
 from baton.common.version import __version__
 from router.config.http import HttpConfig
 from router.http import anthropic, chat, completions, health, models, responses, tokens
-from router.http.endpoints import EndpointGroup, HttpContext, ReadMetrics, no_metrics
+from router.http.endpoints import (
+    EndpointGroup,
+    HttpContext,
+    ReadMetrics,
+    ReadStatus,
+    no_metrics,
+    no_status,
+)
 from router.http.errors import ErrorBody, error_response, openai_error, problem_of
 from router.http.load_check import LoadCheck
 from router.http.middleware import RequestMiddleware
+from router.http.page import assets, status
 from router.models import Models
 from router.processes.counts import Accounts, LocalAccounts
 from router.tenants.tenants import Tenants
@@ -36,6 +44,8 @@ _GROUPS: Sequence[EndpointGroup] = (
     health.ENDPOINTS,
 )
 """The endpoints. A new group needs a line here."""
+_PAGE_GROUPS: Sequence[EndpointGroup] = (assets.ENDPOINTS, status.ENDPOINTS)
+"""Those of the page, which a flag turns off."""
 
 
 class _App(FastAPI):
@@ -60,6 +70,7 @@ def build_app(
     admits_reader: Callable[[str | None], bool] = lambda header: True,
     count_call: CountCall = lambda status: None,
     accounts: Accounts | None = None,
+    read_status: ReadStatus = no_status,
 ) -> FastAPI:
     """The application.
 
@@ -71,6 +82,7 @@ def build_app(
         admits_reader: whether a reader with an authorization header may read them.
         count_call: called with the status of each answer.
         accounts: where the ids of running requests are kept; None for this process.
+        read_status: returns what the page shows of the router.
     """
     app = _App(
         title="Baton",
@@ -81,8 +93,8 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.context = HttpContext(served, config, read_metrics, admits_reader)
-    for group in _GROUPS:
+    app.state.context = HttpContext(served, config, read_metrics, admits_reader, read_status)
+    for group in (*_GROUPS, *(_PAGE_GROUPS if config.page else ())):
         app.include_router(group.router)
     for kind in (BatonError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)

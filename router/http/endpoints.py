@@ -23,11 +23,13 @@ __all__ = [
     "EndpointGroup",
     "HttpContext",
     "ReadMetrics",
+    "ReadStatus",
     "context_of",
     "declared_responses",
     "json_object",
     "max_model_len",
     "no_metrics",
+    "no_status",
 ]
 
 _STATUSES: Mapping[int, str] = {
@@ -66,6 +68,20 @@ async def no_metrics() -> bytes:
     return b""
 
 
+ReadStatus = Callable[[str | None], Awaitable[bytes]]
+"""Returns the state of the router as JSON, to an operator with this authorization header.
+
+Raises:
+    UnauthenticatedError: the header lacks the cluster's token.
+    PermissionDeniedError: this router shows its state to nobody.
+"""
+
+
+async def no_status(header: str | None) -> bytes:
+    """Returns an object without fields."""
+    return b"{}"
+
+
 class HttpContext:
     """The served models and the limits, for endpoints.
 
@@ -74,6 +90,7 @@ class HttpContext:
         config: the limits.
         read_metrics: returns what Prometheus reads.
         admits_reader: whether a reader with an authorization header may read them.
+        read_status: returns what the page shows of the router.
 
     Attributes:
         is_draining: whether the router takes no more connections, and waits for its requests.
@@ -85,11 +102,13 @@ class HttpContext:
         config: HttpConfig,
         read_metrics: ReadMetrics,
         admits_reader: Callable[[str | None], bool],
+        read_status: ReadStatus = no_status,
     ) -> None:
         self.models = models
         self.config = config
         self.read_metrics = read_metrics
         self.admits_reader = admits_reader
+        self.read_status = read_status
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}
         self._chats = {model.name: ChatService(model) for model in models}

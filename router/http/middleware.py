@@ -24,6 +24,7 @@ from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.common.request.slo import Slo
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from router.http.page.paths import ASSET_PATHS, STATUS_PATH
 from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
 from rpc.call_sessions import session_from
@@ -36,9 +37,9 @@ _LOGGER = logging.getLogger("baton.http")
 _FIT_ID = re.compile(rb"[\x21-\x7e]{1,100}")
 _ID_HEADERS = (b"x-request-id", b"request-id")
 """Where OpenAI's and Anthropic's clients read the id."""
-_QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-_OPEN_PATHS = _QUIET_PATHS
-"""Paths without a client. `/metrics` asks for a credential of its own."""
+_QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", STATUS_PATH})
+_OPEN_PATHS = _QUIET_PATHS | ASSET_PATHS
+"""Paths without a client. `/metrics` and `/status` ask for a credential of their own."""
 _MAX_BODIES = 16
 """How many bodies of the largest size may arrive, or wait to be parsed, at once."""
 _MAX_BODIES_OF_TENANT = 4

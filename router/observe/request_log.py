@@ -1,9 +1,11 @@
 """`RequestLog`: the records of the requests that ended last, and the spans made from them."""
 
+import heapq
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from operator import itemgetter
 
 from baton.common.observe.traceparent import TraceContext
 from router.observe.activity import Activity
@@ -43,7 +45,7 @@ class RequestLog:
         self._tracer = tracer
         self._metrics = metrics
         self._capacity = capacity
-        self._ended: dict[str, bytes] = {}
+        self._ended: dict[str, tuple[float, bytes]] = {}  # with how long each took
         self.activity = Activity()
 
     def begin(self, request_id: str, model: str, operation: str) -> RequestRecord:
@@ -92,19 +94,25 @@ class RequestLog:
 
     def find(self, request_id: str) -> RequestRecord | None:
         """Returns the last record of this id; None if there is none, or it was dropped."""
-        packed = self._ended.get(request_id)
-        return None if packed is None else _unpacked(packed)
+        kept = self._ended.get(request_id)
+        return None if kept is None else _unpacked(kept[1])
 
     def latest(self, count: int) -> Sequence[RequestRecord]:
         """Returns the last records, the last one first."""
-        return [_unpacked(packed) for packed in islice(reversed(self._ended.values()), count)]
+        return [_unpacked(packed) for _, packed in islice(reversed(self._ended.values()), count)]
+
+    def slowest(self, count: int) -> Sequence[RequestRecord]:
+        """Returns those of the kept records that took longest, the longest first."""
+        kept = heapq.nlargest(count, self._ended.values(), key=itemgetter(0))
+        return [_unpacked(packed) for _, packed in kept]
 
     def _keep(self, record: RequestRecord) -> None:
         if self._metrics is not None:
             self._metrics.count_request(record)
         self.activity.ended(record)
         self._ended.pop(record.request_id, None)  # so that the new one is the last
-        self._ended[record.request_id] = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+        packed = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+        self._ended[record.request_id] = (record.ms_since_arrival(record.ended_at), packed)
         if len(self._ended) > self._capacity:
             del self._ended[next(iter(self._ended))]
         if self._tracer is not None:

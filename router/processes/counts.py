@@ -5,8 +5,8 @@ memory that they share (`router.processes.shared_counts`).
 """
 
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from typing_extensions import override
@@ -101,12 +101,12 @@ class LocalAccount(Account):
     """Counts in the memory of this process."""
 
     def __init__(self) -> None:
-        self._counts = Counts(memoryview(array("d", bytes(8 * (NUM_BUCKET_CELLS + 1)))))
+        counts = Counts(memoryview(array("d", bytes(8 * (NUM_BUCKET_CELLS + 1)))))
+        self._opened = nullcontext(counts)  # each request opens some accounts several times
 
-    @contextmanager
     @override
-    def open(self) -> Iterator[Counts]:
-        yield self._counts
+    def open(self) -> AbstractContextManager[Counts]:
+        return self._opened
 
 
 class Accounts(Protocol):

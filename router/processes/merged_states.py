@@ -39,16 +39,17 @@ def merge_states(states: _States, silent: Sequence[int] = ()) -> cluster_pb2.Get
 
 
 def merge_traces(
-    answers: Iterable[cluster_pb2.GetTraceResponse], limit: int
+    answers: Iterable[cluster_pb2.GetTraceResponse], limit: int, *, slowest: bool = False
 ) -> list[cluster_pb2.RequestTrace]:
     """Returns the records of all processes, the latest first.
 
     Args:
         answers: of the processes.
         limit: the most records.
+        slowest: whether the longest come first instead, and stay if there are too many.
     """
     traces = (trace for answer in answers for trace in answer.traces)
-    return heapq.nlargest(limit, traces, key=lambda trace: trace.arrived_s * 1000 + trace.total_ms)
+    return heapq.nlargest(limit, traces, key=_total_ms if slowest else _ended_ms)
 
 
 def _merge_activity(states: _States) -> cluster_pb2.RouterActivity:
@@ -63,11 +64,20 @@ def _merge_activity(states: _States) -> cluster_pb2.RouterActivity:
         finished=_sums(activity.finished for activity in activities),
         failed=_sums(activity.failed for activity in activities),
         refused=_sums(activity.refused for activity in activities),
+        waiting=_sums(activity.waiting for activity in activities),
         num_resumes=sum(activity.num_resumes for activity in activities),
         first_token=_summary(time_ms for state in states for time_ms in state.first_token_ms),
         token=_summary(time_ms for state in states for time_ms in state.token_ms),
         errors=errors,
     )
+
+
+def _total_ms(trace: cluster_pb2.RequestTrace) -> float:
+    return trace.total_ms
+
+
+def _ended_ms(trace: cluster_pb2.RequestTrace) -> float:
+    return trace.arrived_s * 1000 + trace.total_ms
 
 
 def _sums(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -33,6 +33,7 @@ from router.requests.validation import (
     fitting_params,
     returnable_params,
 )
+from router.routing.cache_index import CacheIndex, CacheMatch, LastMatch
 
 __all__ = ["RoutedRequest", "SpecMaker", "prepare_request", "tokenize_prompt"]
 
@@ -48,6 +49,7 @@ class RoutedRequest:
         block_size: tokens per block key.
         record: the request's times, which grow with its attempts.
         share: what it takes of its tenant's share.
+        last_match: the last look-up of its prompt in the index of caches.
     """
 
     spec: RequestSpec
@@ -56,6 +58,7 @@ class RoutedRequest:
     block_size: int
     record: RequestRecord = field(default_factory=RequestRecord)
     share: Share = field(default_factory=Share)
+    last_match: LastMatch = field(default_factory=LastMatch)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,6 +69,10 @@ class RoutedRequest:
     def num_prompt_blocks(self) -> int:
         """Blocks of `block_size` tokens that hold the prompt, the partial one included."""
         return -(-self.num_prompt_tokens // self.block_size)
+
+    def match(self, index: CacheIndex) -> CacheMatch:
+        """Returns how much of the prompt the replicas cache now, or did a moment ago."""
+        return index.match(self.block_keys, self.num_prompt_tokens, self.last_match)
 
     def num_reused_tokens(self, overlap_blocks: int) -> int:
         """Tokens of the prompt that a replica need not compute.

@@ -11,13 +11,17 @@ from links between the blocks, and searches only before the first orphan of a pr
 answer is exact.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import TypeVar
 
-__all__ = ["BlockTable", "slots_of"]
+__all__ = ["BlockTable", "members_of"]
 
 _DEPTH_BITS = 24
 _UNKNOWN_DEPTH = (1 << _DEPTH_BITS) - 1
 """Of a block whose distance from the start of its sequence is not known; the largest depth."""
+_BITS_OF_DIGITS = bytes.maketrans(b"01", bytes((0, 1)))
+_Name = TypeVar("_Name")
 
 
 class BlockTable:
@@ -126,28 +130,31 @@ class BlockTable:
             return []
         get = self._values.get
         rest = get(keys[0], 0) & replicas << _DEPTH_BITS  # shifted, as the values are
-        searches = []
+        searches = []  # sets, and the indexes of their last block: the least, the largest
         for place, orphaned in self._orphans_in(keys) if rest else ():
             # The block before the orphan is missing.
             if part := orphaned & rest:
-                searches.append((part, 1, min(place - 1, limit)))
+                searches.append((part, 0, min(place - 1, limit) - 1))
                 rest &= ~part
-        if rest:
-            searches.append((rest, 1, limit))
         lengths = []
+        if whole := get(keys[limit - 1], 0) & rest:  # nearly all of a prompt is cached, or little
+            lengths.append((whole >> _DEPTH_BITS, limit))
+            rest ^= whole
+        if rest:
+            searches.append((rest, 0, limit - 2))
         while searches:
             part, low, high = searches.pop()
             while low < high:
-                middle = (low + high + 1) // 2
-                holders = get(keys[middle - 1], 0) & part
-                if holders == part:
-                    low = middle
-                elif not holders:
+                middle = (low + high + 1) >> 1
+                holders = get(keys[middle], 0) & part
+                if not holders:
                     high = middle - 1
+                elif holders == part:
+                    low = middle
                 else:
                     searches.append((part ^ holders, low, middle - 1))
                     part, low = holders, middle
-            lengths.append((part >> _DEPTH_BITS, low))
+            lengths.append((part >> _DEPTH_BITS, low + 1))
         return lengths
 
     def check(self) -> None:
@@ -242,9 +249,12 @@ class BlockTable:
                     unplaced.append(child)
 
 
-def slots_of(replicas: int) -> Iterator[int]:
-    """Yields the slots in a set of replicas."""
-    while replicas:
-        lowest = replicas & -replicas
-        yield lowest.bit_length() - 1
-        replicas ^= lowest
+def members_of(replicas: int, names: Sequence[_Name]) -> Iterable[_Name]:
+    """Returns the names of the replicas in a set.
+
+    Args:
+        replicas: the set.
+        names: the name of each slot.
+    """
+    digits = bin(replicas)[:1:-1]  # the lowest first
+    return compress(names, digits.encode().translate(_BITS_OF_DIGITS))

@@ -1,16 +1,19 @@
 """`Candidate` and `Prompt`: the facts that a routing policy compares replicas by. Pure."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import TypeAlias
 
 from router.routing.cache_index import CacheMatch
 
-__all__ = ["Candidate", "Prompt", "beginning_key", "with_speeds"]
+__all__ = ["Candidate", "Fullness", "Prompt", "beginning_key", "with_speeds"]
 
 _DEFAULT_PROMPT_TOKEN_S = 1e-4
 _DEFAULT_DECODE_STEP_S = 0.02
 """Speeds that are assumed while no replica has reported any; then only their ratio counts."""
+Fullness: TypeAlias = tuple[float, float, float, int]
 _KEY_TOKENS = 1024
 """Prompts with as many equal first tokens belong together. With fewer, a system prompt that all
 prompts share would make them one."""
@@ -33,6 +36,7 @@ class Candidate:
         num_free_blocks: blocks that no request holds.
         num_blocks: blocks in its pool.
         cached_share: the share of its blocks that are in its prefix cache.
+        recent_work: grows with the prompt tokens that it has computed of late; only compared.
         prompt_token_s: seconds in which it computes one more token of a prompt; 0 if that is
             not known.
         decode_step_s: seconds in which each of its sequences decodes once while all seats are
@@ -42,7 +46,7 @@ class Candidate:
         weight: the share of the load that it should get, beside a replica of weight 1.
         used_share: the share of its blocks that requests hold.
         fullness: what nearly equal costs are decided by, the least first: the share of its blocks
-            that requests hold, the share that is cached, and its requests.
+            that requests hold, the share that is cached, its recent work, and its requests.
         has_speeds: whether it has reported how fast it is.
         next_token_s: seconds in which one more sequence decodes once beside those that are there.
         prefill_facts: what costs on prefill are made of, as reading many attributes takes long: its
@@ -60,24 +64,25 @@ class Candidate:
     num_free_blocks: int = 0
     num_blocks: int = 0
     cached_share: float = 0.0
+    recent_work: float = -math.inf
     prompt_token_s: float = 0.0
     decode_step_s: float = 0.0
     load_token_s: float = 0.0
     store_ids: tuple[str, ...] = ()
     weight: float = 1.0
     used_share: float = field(init=False)
-    fullness: tuple[float, float, int] = field(init=False)
+    fullness: Fullness = field(init=False)
     has_speeds: bool = field(init=False)
     next_token_s: float = field(init=False)
-    prefill_facts: tuple[str, float, float, tuple[float, float, int]] = field(init=False)
-    decode_facts: tuple[str, float, float, int, tuple[float, float, int]] = field(init=False)
+    prefill_facts: tuple[str, float, float, Fullness] = field(init=False)
+    decode_facts: tuple[str, float, float, int, Fullness] = field(init=False)
 
     def __post_init__(self) -> None:
         # Candidates are compared far more often than they change.
         id_, weight, num_free_blocks = self.replica_id, self.weight, self.num_free_blocks
         used_share = 1 - num_free_blocks / self.num_blocks if self.num_blocks else 0.0
         next_token_s = (self.num_requests + 1) / self.num_seats * self.decode_step_s
-        fullness = used_share, self.cached_share, self.num_requests
+        fullness = used_share, self.cached_share, self.recent_work, self.num_requests
         token_s, load_s = self.prompt_token_s / weight, self.load_token_s / weight
         derived = {
             "used_share": used_share,
@@ -116,17 +121,6 @@ class Prompt:
     num_output_tokens: float = 1.0
     has_prefill_tier: bool = True
     reuses_kv: bool = True
-    _stored_tokens: dict[tuple[str, ...], int] = field(default_factory=dict, init=False)
-
-    def stored_tokens(self, store_ids: tuple[str, ...]) -> int:
-        """Leading tokens that can be loaded from some KV stores. Replicas of a tier mostly have
-        the same ones, which are asked once.
-        """
-        tokens = self._stored_tokens.get(store_ids)
-        if tokens is None:
-            tokens = self.match.stored_blocks(store_ids) * self.block_size
-            self._stored_tokens[store_ids] = tokens
-        return tokens
 
 
 def beginning_key(block_keys: Sequence[bytes], block_size: int) -> bytes:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from operator import itemgetter
 from typing import ClassVar, Literal, NamedTuple
 
 from router.routing.candidate import Candidate, Prompt, with_speeds
@@ -26,6 +27,7 @@ __all__ = ["Choice", "PolicySettings", "RoutingPolicy", "TierName"]
 
 TierName = Literal["prefill", "decode"]
 _MAX_SHOWN = 3
+_lacks_room = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,9 @@ class RoutingPolicy(ABC):
         A replica in whose pool a request would wait for blocks is chosen only if all are such.
         """
         scores = decode_scores(with_speeds(candidates), prompt)
-        with_room = [score for score in scores if not score.lacks_room]
-        return self._pick("decode", with_room or scores, prompt)
+        if any(map(_lacks_room, scores)):
+            scores = [score for score in scores if not score.lacks_room] or scores
+        return self._pick("decode", scores, prompt)
 
     @abstractmethod
     def choose(self, tier: TierName, scores: Sequence[Score], prompt: Prompt) -> tuple[Score, str]:

@@ -4,16 +4,55 @@ Between peers the KV of a prefix moves straight from one replica's pool to anoth
 it where moving takes clearly less time than computing (docs/adr/0078-sessions-and-pulls.md).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["PrefixHolder", "Pull", "PullCosts", "choose_pull"]
+__all__ = ["AnswerTime", "PrefixHolder", "Pull", "PullCosts", "choose_pull"]
 
 # How many times longer computing must take than pulling: both are estimates, and a pull that fails
 # has cost its time.
 _MIN_GAIN = 2.0
 # The longest wait for a replica that is asked to lend. Its step under way must end first.
 _MAX_WAIT_S = 2.0
+# Weight of the newest answer in the mean time of answers, and what is assumed before the first.
+_NEWEST_WEIGHT = 0.2
+_FIRST_ANSWER_S = 0.01
+# How fast the mean returns to that without answers: if it were too long for any pull, no replica
+# would be asked again, and it would stay so.
+_ANSWER_MEMORY_S = 30.0
+
+
+class AnswerTime:
+    """How long replicas take to answer that they lend a prefix.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._mean_s = _FIRST_ANSWER_S
+        self._noted_at = clock()
+
+    @property
+    def expected_s(self) -> float:
+        """How long the next answer will probably take."""
+        kept = math.exp((self._noted_at - self._clock()) / _ANSWER_MEMORY_S)
+        return _FIRST_ANSWER_S + kept * (self._mean_s - _FIRST_ANSWER_S)
+
+    def add(self, answer_s: float) -> None:
+        """Takes the time of an answer."""
+        expected_s = self.expected_s
+        self._mean_s = expected_s + _NEWEST_WEIGHT * (answer_s - expected_s)
+        self._noted_at = self._clock()
+
+    def add_failed(self, waited_s: float) -> None:
+        """Takes how long an answer was waited for that did not come. It would have taken even
+        longer; one that fails at once says nothing.
+        """
+        if waited_s > self.expected_s:
+            self.add(waited_s)
 
 
 @dataclass(frozen=True, slots=True)

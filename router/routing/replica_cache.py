@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import takewhile
 
-from router.routing.block_table import BlockTable, slots_of
+from router.routing.block_table import BlockTable, members_of
 from router.routing.cache_form import CacheForm
 
 __all__ = ["KvEventError", "ReplicaCache", "SharedTables", "SlotBlocks", "Upkeep"]
@@ -103,9 +103,12 @@ class SharedTables:
         self._note(lengths, blocks)
 
     def _note(self, lengths: list[tuple[int, int]], blocks: dict[str, int]) -> None:
+        names, ratio = self._replica_of, self.form.keys_per_block
         for replicas, length in lengths:
-            for slot in slots_of(replicas):
-                blocks[self._replica_of[slot]] = length * self.form.keys_per_block
+            if replicas & (replicas - 1):
+                blocks.update(dict.fromkeys(members_of(replicas, names), length * ratio))
+            else:  # most sets have one replica
+                blocks[names[replicas.bit_length() - 1]] = length * ratio
 
     def _kv_lengths(self, keys: Sequence[bytes], limit: int) -> list[tuple[int, int]]:
         """Returns disjoint sets of replicas with the length of the prefix whose KV they have."""

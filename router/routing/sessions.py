@@ -18,6 +18,9 @@ _KEY_BYTES = 16
 _MAX_SESSIONS = 65_536
 # By then other prompts have most likely evicted its KV.
 _SESSION_TTL_S = 3600.0
+# Sessions that one call drops at most: more than it adds, so that old ones leave, and few enough
+# that no call delays others after an hour without requests.
+_DROPPED_AT_ONCE = 4
 
 
 def session_key(tenant: str, session: str) -> bytes:
@@ -71,8 +74,9 @@ class SessionHomes:
         home.replicas[tier] = replica_id
         home.noted_at = self._clock()
         self._homes.move_to_end(session)
-        while len(self._homes) > self._max_sessions or self._is_over(self._longest_silent):
-            self._homes.popitem(last=False)
+        for _ in range(_DROPPED_AT_ONCE):
+            if len(self._homes) > self._max_sessions or self._is_over(self._longest_silent):
+                self._homes.popitem(last=False)
 
     def homes(self, session: bytes) -> Mapping[str, str]:
         """Returns the replicas of a session's last turn, by tier; none if it is unknown."""

@@ -12,7 +12,7 @@ from baton.common.errors import (
     ResourceExhaustedError,
 )
 from router.config.router import MAX_WAITING
-from router.processes.counts import Accounts, LocalAccount, LocalAccounts
+from router.processes.counts import Account, Accounts, LocalAccounts
 
 __all__ = ["Admission", "Entrance", "Turns"]
 
@@ -90,8 +90,10 @@ class Admission:
         self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
         self._ids = accounts.running_ids("request")
-        is_limited = max_requests is not None
-        self._total = accounts.account("requests", "") if is_limited else LocalAccount()
+        # Without a stated limit, each process has places of its own.
+        self._accounts = LocalAccounts() if max_requests is None else accounts
+        self._total = self._accounts.account("requests", "")
+        self._of_clients: dict[str, Account] = {}  # of those with requests in this process
         self._by_client: Counter[str] = Counter()
 
     @property
@@ -132,36 +134,54 @@ class Admission:
     @contextmanager
     def _counted(self, client: str, weight: int) -> Iterator[None]:
         """Counts a request, if there is room for it."""
-        with self._total.open() as counts:
-            if not counts.has_room(1, self.max_requests):
-                raise ResourceExhaustedError(
-                    f"{self.max_requests} requests are running, the most this router takes "
-                    "(--max-concurrent-requests)",
-                    _RETRY_AFTER_S,
-                    reason=Reason.ROUTER_FULL,
-                )
-            self._check_client(client, weight, self.max_requests - counts.num_running)
-            counts.add_running(1)
+        num_free = self._take_place()
+        taken: list[Account] = [self._total]
         self._by_client[client] += 1
         try:
+            if client:
+                taken.append(self._take_place_of_client(client, weight, num_free))
             yield
         finally:
             self._by_client[client] -= 1
             if not self._by_client[client]:
                 del self._by_client[client]
-            with self._total.open() as counts:
-                counts.add_running(-1)
+                self._of_clients.pop(client, None)
+            for account in taken:
+                with account.open() as counts:
+                    counts.add_running(-1)
 
-    def _check_client(self, client: str, weight: int, num_free: int) -> None:
-        """Refuses a request of a client that has so many that others would find no place."""
-        num_own = self._by_client[client]
-        if client and num_own >= _TENANT_SHARE * weight * num_free:
-            raise ResourceExhaustedError(
-                f"{num_own} requests of this client are running, and the other {num_free} places "
-                "are for other clients (--max-concurrent-requests)",
-                _RETRY_AFTER_S,
-                reason=Reason.ROUTER_FULL,
-            )
+    def _take_place(self) -> int:
+        """Counts a request; returns how many places were free before it."""
+        max_requests = self.max_requests
+        with self._total.open() as counts:
+            if counts.has_room(1, max_requests):
+                counts.add_running(1)
+                return max_requests - counts.num_running + 1
+        raise ResourceExhaustedError(
+            f"{max_requests} requests are running, the most this router takes "
+            "(--max-concurrent-requests)",
+            _RETRY_AFTER_S,
+            reason=Reason.ROUTER_FULL,
+        )
+
+    def _take_place_of_client(self, client: str, weight: int, num_free: int) -> Account:
+        """Counts a request of a client, unless it has so many that others would find no place;
+        returns where.
+        """
+        account = self._of_clients.get(client)
+        if account is None:
+            account = self._of_clients[client] = self._accounts.account("client", client)
+        with account.open() as counts:
+            if counts.has_room(1, _TENANT_SHARE * weight * num_free):
+                counts.add_running(1)
+                return account
+            num_running = counts.num_running
+        raise ResourceExhaustedError(
+            f"{num_running} requests of this client are running, and the other {num_free} places "
+            "are for other clients (--max-concurrent-requests)",
+            _RETRY_AFTER_S,
+            reason=Reason.ROUTER_FULL,
+        )
 
 
 class Entrance:

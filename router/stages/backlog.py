@@ -11,18 +11,24 @@ its tenant has few. That is why a tenant which sends too much is refused, and ot
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.request.slo import NO_SLO, TPOT_HEADER, TTFT_HEADER, Slo
 from router.fleet.fair_shares import Share
+from router.stages.fading_mean import MEMORY_S, FadingMean
 from router.stages.waiting_counts import WaitingCounts
 
-__all__ = ["Backlog", "Place"]
+__all__ = ["REFUSALS", "Backlog", "Place"]
 
-_MEMORY_S = 2.0
-"""How long a request counts: its weight falls to 1/e in this time."""
+REFUSALS: Mapping[str, str] = {
+    Reason.OVERLOADED: "overload",
+    Reason.SLO_TTFT: "slo_ttft",
+    Reason.SLO_TPOT: "slo_tpot",
+}
+"""Names of refusals in metrics, by their reasons."""
+
 _SAFETY = 1.2
 """Estimates are multiplied by it, and the part of them for which requests wait to begin counts
 twice, as it is known least exactly. Without a client's deadline nobody would be late: the plain
@@ -43,25 +49,6 @@ _ANYBODY = Share()
 _MAX_GRAMMARS = 1024
 
 
-class _FadingMean:
-    """The mean of numbers that weigh less the older they are.
-
-    Attributes:
-        value: the mean; 0 without numbers.
-        updated_at: when the last number came.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.updated_at = 0.0
-        self._weight = 0.0
-
-    def add(self, number: float, now: float) -> None:
-        self._weight = self._weight * math.exp((self.updated_at - now) / _MEMORY_S) + 1.0
-        self.updated_at = now
-        self.value += (number - self.value) / self._weight
-
-
 class Place:
     """One request in a backlog.
 
@@ -72,6 +59,7 @@ class Place:
         share: what it takes of its tenant's share.
 
     Attributes:
+        started_at: when a replica was found for it; None until then.
         has_first_token: whether the first token has come.
         begun_at: when decode sent its first output; None until then.
         grammar: the key of its structured outputs, empty without any.
@@ -86,6 +74,7 @@ class Place:
         self.entered_at = entered_at
         self.priority = priority
         self.share = share
+        self.started_at: float | None = None
         self.has_first_token = False
         self.begun_at: float | None = None
         self.grammar = b""
@@ -123,11 +112,12 @@ class Backlog:
         self._begun: Counter[int] = Counter()  # by priority
         self._waiting = WaitingCounts()
         self._grammars = OrderedDict.fromkeys([b""])  # with which requests have begun
-        self._first_s = _FadingMean()
-        self._wait_s = _FadingMean()
-        self._ahead = _FadingMean()
-        self._token_s = _FadingMean()
-        self._num_tokens = _FadingMean()
+        self._first_s = FadingMean()
+        self._start_s = FadingMean()  # from the start on a replica to the first token
+        self._wait_s = FadingMean()
+        self._ahead = FadingMean()
+        self._token_s = FadingMean()
+        self._num_tokens = FadingMean()
         self._next_return_at = -math.inf
 
     @contextmanager
@@ -150,6 +140,10 @@ class Backlog:
                 if not self._begun[priority]:
                     del self._begun[priority]
             self._learn_from(place)
+
+    def start(self, place: Place) -> None:
+        """Notes that a replica was found for a request."""
+        place.started_at = self._clock()
 
     def note_first_token(self, place: Place) -> None:
         """Notes that prefill or decode has sent the first token of a request; later calls change
@@ -258,13 +252,19 @@ class Backlog:
                 reason=Reason.SLO_TPOT,
             )
 
-    def check_start(self, left_s: float, max_tokens: int | None = None) -> None:
+    def check_start(
+        self,
+        left_s: float,
+        max_tokens: int | None = None,
+        first_left_s: float = math.inf,
+    ) -> None:
         """Refuses a request that has waited for a replica, and would not end by its deadline even
-        if no other ran beside it.
+        if no other ran beside it, or not get its first token as soon as it asks for.
 
         Args:
             left_s: seconds until its deadline.
             max_tokens: as `expected_s` takes it.
+            first_left_s: seconds until it must have its first token.
 
         Raises:
             ResourceExhaustedError: says how long requests take.
@@ -276,6 +276,14 @@ class Backlog:
                 f"it would take about {alone_s:.1f} s",
                 self._retry_after_s(0.0),
                 reason=Reason.OVERLOADED,
+            )
+        start_s = self._faded(self._start_s)
+        if start_s > first_left_s:
+            raise ResourceExhaustedError(
+                f"the request waited too long for a replica: {first_left_s:.3f} s are left of "
+                f"{TTFT_HEADER}, and its first token would take about {start_s:.3f} s",
+                self._retry_after_s(0.0),
+                reason=Reason.SLO_TTFT,
             )
 
     def _retry_after_s(self, excess_s: float) -> float:
@@ -312,6 +320,8 @@ class Backlog:
     def _add_first(self, place: Place, now: float) -> None:
         if place.grammar in self._grammars:
             self._first_s.add(now - place.entered_at, now)
+            if place.started_at is not None:
+                self._start_s.add(now - place.started_at, now)
 
     def _add_wait(self, place: Place, now: float) -> None:
         if place.grammar not in self._grammars:
@@ -333,8 +343,7 @@ class Backlog:
         """
         usual_s = self._usual_s(max_tokens)
         expected_s = self._scaled(usual_s, num_ahead)
-        step_s = self._full_step_s()
-        if not step_s or num_ahead >= self._num_seats():
+        if num_ahead >= self._num_seats() or not (step_s := self._full_step_s()):
             return expected_s
         full_s = step_s * self._usual_tokens(max_tokens)
         return min(expected_s, max(usual_s, self._scaled(self._wait_s.value, num_ahead) + full_s))
@@ -346,10 +355,10 @@ class Backlog:
         if not num_ahead:
             return 0.0
         usual, number = self._ahead.value + 1, num_ahead + 1
+        if number <= usual:
+            return usual_s * number / usual
         together = max(usual, min(self._num_seats(), _MIN_TOGETHER))
-        if number > usual:
-            return usual_s * max(1.0, number / together)
-        return usual_s * number / usual
+        return usual_s * max(1.0, number / together)
 
     def _alone_s(self, max_tokens: int | None) -> float:
         """The time of a request that shares its replicas with few others."""
@@ -372,7 +381,7 @@ class Backlog:
         num_tokens = self._num_tokens.value
         return num_tokens if max_tokens is None else min(num_tokens, max_tokens)
 
-    def _faded(self, mean: _FadingMean) -> float:
+    def _faded(self, mean: FadingMean) -> float:
         """A mean of the requests that were heard of last."""
         return mean.value * self._freshness(mean.value, mean.updated_at)
 
@@ -380,5 +389,5 @@ class Backlog:
         """The weight of what was heard of last: less and less if that is long ago, as nothing is
         heard any more if all are refused.
         """
-        silence_s = self._clock() - heard_at - _MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
-        return math.exp(-max(silence_s, 0.0) / _MEMORY_S)
+        silence_s = self._clock() - heard_at - MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
+        return math.exp(-max(silence_s, 0.0) / MEMORY_S)

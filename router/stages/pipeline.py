@@ -10,18 +10,20 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from baton.common.errors import BatonError, InvalidArgumentError
+from baton.common.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.common.request.answer import CandidateOutput
 from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.request_spec import ReasoningMarks
 from baton.common.request.sampling_params import SamplingParams
 from router.config.router import RouterConfig
+from router.fleet.fair_shares import Share
 from router.fleet.fleet import Fleet
 from router.fleet.tier_replicas import DecodeReplica
 from router.observe.request_log import RequestLog
@@ -36,7 +38,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import PolicySettings
 from router.routing.sessions import session_key
 from router.stages.admission import Admission
-from router.stages.backlog import Backlog, Place
+from router.stages.backlog import REFUSALS, Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
@@ -44,7 +46,7 @@ from router.stages.placement import Placement
 from router.stages.prefill_stage import PrefillStage
 from router.stages.pulling import PrefixPulls
 from router.tenants.tenant import Tenant, tenant_of_call
-from rpc.logs import session_of_call
+from rpc.logs import session_of_call, slo_of_call
 
 __all__ = ["Pipeline"]
 
@@ -254,7 +256,8 @@ class Pipeline:
         """Returns a request with the tokens that it will probably use."""
         params = routed.spec.params
         num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
-        share = replace(tenant_of_call().share, num_tokens=routed.num_prompt_tokens + num_tokens)
+        tenant = tenant_of_call().share
+        share = Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
         return replace(routed, share=share)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:
@@ -270,6 +273,7 @@ class Pipeline:
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
+        self._backlog.start(place)
         if request.record.waits:
             self._check_start(request)
         tenant = tenant_of_call()
@@ -308,12 +312,15 @@ class Pipeline:
 
     def _check_start(self, request: RoutedRequest) -> None:
         """Refuses a request that has waited for too long."""
-        spec = request.spec
+        spec, ttft_s = request.spec, slo_of_call().ttft_s
+        first_left_s = math.inf
+        if ttft_s is not None:
+            first_left_s = request.record.arrived_at + ttft_s - time.monotonic()
         try:
-            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens)
-        except BatonError:
+            self._backlog.check_start(spec.remaining_s(), spec.params.max_tokens, first_left_s)
+        except ResourceExhaustedError as error:
             self._fleet.waiting.shares.settle(request.share, 0)
-            self._log.count_refusal("overload")
+            self._log.count_refusal(REFUSALS[error.reason])
             raise
 
     async def _prefill_outputs(

@@ -157,7 +157,7 @@ class Placement:
             replica: the replica.
             has_handoff: whether a handoff brings the prompt's KV, with the states at its end.
         """
-        match = self._index.match(request.block_keys, request.num_prompt_tokens)
+        match = request.match(self._index)
         blocks = match.kv_blocks if has_handoff else match.blocks
         return request.num_prompt_blocks - blocks(replica.replica_id)
 
@@ -165,6 +165,7 @@ class Placement:
         """Notes that a request was sent to a replica, which will cache its prompt."""
         self._sessions.note(request.record.session, replica.tier_name, replica.replica_id)
         self._index.expect(replica.replica_id, request.block_keys)
+        request.last_match.match = None  # it would take memory for as long as the answer streams
 
     def note_answer(self, num_tokens: int) -> None:
         """Notes how many tokens a request has generated; those without any do not count."""
@@ -176,7 +177,7 @@ class Placement:
         return Prompt(
             num_tokens=request.num_prompt_tokens,
             block_size=request.block_size,
-            match=self._index.match(request.block_keys, request.num_prompt_tokens),
+            match=request.match(self._index),
             key=_key_of(request),
             homes=self._sessions.homes(request.record.session),
             num_output_tokens=min(params.max_tokens, max(self._num_output_tokens, 1.0)),
@@ -197,12 +198,14 @@ class Placement:
     def _decode_replicas(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
     ) -> Sequence[DecodeReplica]:
+        spec = request.spec  # its size is worked out once, and not for each replica
+        size = spec.max_total_tokens, spec.params.num_candidates
         possible = [
             replica
             for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and fits(replica.capacity, request)
+            if replica.capacity.holds(*size) and replica.replica_id not in refused
         ]
-        return [each for each in without_ejected(possible) if each.has_room_for(request.spec)]
+        return [each for each in without_ejected(possible) if each.has_room_for(spec)]
 
     def _prefill_replicas(
         self, request: RoutedRequest, tried: frozenset[str]
@@ -229,7 +232,8 @@ def _take(
     if choice is None:
         return None
     request.record.choices[choice.tier] = choice
-    return next(each for each in replicas if each.replica_id == choice.replica_id)
+    chosen_id = choice.replica_id
+    return next(each for each in replicas if each.replica_id == chosen_id)
 
 
 def _key_of(request: RoutedRequest) -> bytes:

@@ -14,8 +14,8 @@ from router.fleet.fleet import Fleet
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
-from router.routing.cache_index import CacheIndex, CacheMatch
-from router.routing.pulls import PrefixHolder, Pull, PullCosts, choose_pull
+from router.routing.cache_index import CacheIndex
+from router.routing.pulls import AnswerTime, PrefixHolder, Pull, PullCosts, choose_pull
 from router.stages.continuation import HeldHandoff
 
 __all__ = ["PrefixPulls"]
@@ -26,9 +26,6 @@ _Worker = PrefillReplica | DecodeReplica
 # How long a replica that did not answer in time is not asked again.
 _REST_S = 10.0
 _MAX_RESTING = 1024
-# Weight of the newest answer in the mean time of answers, and what is assumed before the first.
-_NEWEST_WEIGHT = 0.2
-_FIRST_ASK_S = 0.01
 
 
 class PrefixPulls:
@@ -42,7 +39,7 @@ class PrefixPulls:
     def __init__(self, fleet: Fleet, index: CacheIndex) -> None:
         self._fleet = fleet
         self._index = index
-        self._ask_s = _FIRST_ASK_S
+        self._answers = AnswerTime(time.monotonic)
         self._resting: dict[str, float] = {}  # until when, by replica
 
     def plan(self, request: RoutedRequest, replica: _Worker) -> Pull | None:
@@ -54,8 +51,9 @@ class PrefixPulls:
         """
         if not replica.info.lends_prefixes or request.spec.params.prompt_logprobs is not None:
             return None
-        match, borrower = self._match(request), replica.candidate()
-        costs = PullCosts(borrower.prompt_token_s, borrower.load_token_s, self._ask_s)
+        match, borrower = request.match(self._index), replica.candidate()
+        costs = PullCosts(borrower.prompt_token_s, borrower.load_token_s, self._answers.expected_s)
+        cached_blocks = match.blocks(replica.replica_id)
         holders = (
             PrefixHolder(
                 lender.replica_id,
@@ -64,17 +62,15 @@ class PrefixPulls:
                 lender.load.num_running + lender.load.num_waiting,
             )
             for lender in self._lenders(replica)
+            if match.blocks(lender.replica_id) > cached_blocks
         )
         return choose_pull(
             holders,
             costs,
             num_prompt_tokens=request.num_prompt_tokens,
-            cached_blocks=match.blocks(replica.replica_id),
+            cached_blocks=cached_blocks,
             block_size=request.block_size,
         )
-
-    def _match(self, request: RoutedRequest) -> CacheMatch:
-        return self._index.match(request.block_keys, request.num_prompt_tokens)
 
     async def borrow(
         self, request: RoutedRequest, pull: Pull | None, attempt: Attempt
@@ -99,12 +95,13 @@ class PrefixPulls:
                 request.namespace, request.block_keys[: pull.num_blocks], pull.wait_s
             )
         except BatonError as error:
+            self._answers.add_failed(time.monotonic() - started_at)
             self._rest(lender)
             _LOGGER.info("prefix is not pulled from %s: %s", lender.address, error.message)
             return held
         finally:
             attempt.asked_s = time.monotonic() - started_at
-        self._ask_s += _NEWEST_WEIGHT * (attempt.asked_s - self._ask_s)
+        self._answers.add(attempt.asked_s)
         if handoff is not None:
             attempt.pulled_tokens = handoff.num_tokens
             held.complete(handoff, lender)

@@ -56,7 +56,7 @@ def open_project(
         with container_engine() as variables:
             folder: Path = tmp_path_factory.mktemp("containers")
             opened = functools.partial(ComposeProject, folder, variables)
-            opened().compose("build", "router", timeout_s=1500)  # all services have one image
+            opened().build()
             yield opened
     except NoContainersError as error:
         pytest.skip(str(error))

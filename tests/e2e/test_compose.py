@@ -178,6 +178,21 @@ def test_services_have_no_more_rights_than_they_need(file):
             assert {line.partition(":")[0] for line in service["tmpfs"]} == {"/tmp", "/home/baton"}
 
 
+def test_workers_on_gpus_keep_their_kernels_in_a_folder_that_is_writable_in_the_image():
+    added = yaml.safe_load((ROOT / "deploy/compose/gpu.yml").read_text())
+    assert added["services"].keys() == {"prefill", "decode"}
+    gpus = []
+    for service in added["services"].values():
+        assert service["environment"]["TRITON_CACHE_DIR"] == "/triton"
+        assert service["volumes"] == ["triton:/triton"]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        gpus += device["device_ids"]
+    assert gpus == ["${BATON_PREFILL_GPU:-0}", "${BATON_DECODE_GPU:-1}"]
+    assert "triton" in added["volumes"]
+    assert "/triton" in image_folders()
+
+
 @pytest.mark.slow
 async def test_the_services_commands_start_a_working_cluster(tmp_path):
     with ComposeProcesses(tmp_path, {}) as services:

@@ -10,7 +10,7 @@ from tests.support.open_loop import closed_loop, open_loop
 from tests.support.serve_process import ServedCluster, running_serve
 
 TIMEOUT_S = 4.0
-SECONDS = 10.0
+SECONDS = 6.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(120)]
 
@@ -29,9 +29,9 @@ def metric(cluster: ServedCluster, name: str) -> float:
 async def test_under_overload_much_is_served_in_time_and_the_rest_is_refused_at_once():
     with running_serve("--num-gpu-blocks-override=1024") as cluster:
         url = cluster.url.removesuffix("/v1")
-        await closed_loop(url, width=24, seconds=3, timeout_s=60)
-        served = await closed_loop(url, width=24, seconds=5, timeout_s=60)
-        peak = len(served) / 5
+        await closed_loop(url, width=24, seconds=2, timeout_s=60)
+        served = await closed_loop(url, width=24, seconds=3, timeout_s=60)
+        peak = len(served) / 3
         answers, late_s = await open_loop(url, rate=3 * peak, seconds=SECONDS, timeout_s=TIMEOUT_S)
         good = [a for a in answers if a.status == 200 and a.elapsed_s <= TIMEOUT_S]
         refused = [answer for answer in answers if answer.status == 503]

@@ -13,7 +13,7 @@ from tests.support.serve_process import ServedCluster, running_serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
-PAIRS = 40
+PAIRS = 30
 FALSE_ALARM_Z = 4.5
 """Two sides of a normal distribution have 7e-6 beyond it."""
 

@@ -42,7 +42,7 @@ def forked_processes(fork_server: ForkServer) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def suites():
-    """Runs of the public conformance suite, two at a time."""
+    """Runs of the public conformance suite, several at a time."""
     from tests.support.conformance_suite import Suites
 
     running = Suites()
@@ -59,15 +59,16 @@ def loads_are_worth_it() -> Iterator[None]:
 
 
 @pytest.fixture
-def connector_url(
-    request: pytest.FixtureRequest, tmp_path: Path, redis_server: RedisServer
-) -> Iterator[str]:
+def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a connector with this scheme, which the test names indirectly."""
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        yield server.url
+        return
     urls = {
         "memory": f"memory://{tmp_path.name}",
         "shm": f"shm://test-{tmp_path.name}?max_bytes=64MiB",
         "file": f"file://{tmp_path}/kv",
-        "redis": redis_server.url,
         "grpc": "grpc://?timeout_s=20",
         "nixl": "nixl://?timeout_s=20",
     }

@@ -1,15 +1,14 @@
-"""The benchmarks of a GPU, tiny and on the CPU: a runner's steps, and `baton bench gpu --smoke`."""
-
-import json
+"""The steps of a runner as a GPU's are measured, tiny and on the CPU."""
 
 import pytest
 
-from baton.cli import main
+from benchmarks.kernels.case import DecoderShape
 from benchmarks.model_cost import Ceilings
 from benchmarks.model_shape import read_shape
-from benchmarks.offline import steps as device_steps
+from benchmarks.offline import device_steps
+from benchmarks.offline.device_steps import measure_device_steps
+from benchmarks.offline.kernel_times import profile_device_steps
 from benchmarks.offline.offline_engine import Floors, OfflineEngine
-from benchmarks.offline.steps import measure_device_steps
 from engine.config import EngineConfig
 from engine.loop.core import EngineCore
 from engine.runtime.model_runner import ModelRunner
@@ -44,11 +43,12 @@ def test_steps_are_measured_and_compared_with_their_floors(running):
     assert not [step.failed for step in steps if step.failed]
     kinds = [step.kind for step in steps]
     assert kinds.count("decode") == kinds.count("device busy") == 2 * 2
+    assert kinds.count("mixed") == 2
     assert kinds.count("engine step") == kinds.count("prompt") == 2
     busy_us = {(s.batch_size, s.context): s.median_us for s in steps if s.kind == "device busy"}
     for step in steps:
         assert step.median_us > 0
-        assert (step.floor_us is None) == (step.kind == "device busy")
+        assert (step.floor_us is None) == (step.kind in ("device busy", "mixed"))
         if step.kind == "engine step":
             idle_share = 1 - busy_us[step.batch_size, step.context] / step.median_us
             assert step.idle_share == pytest.approx(idle_share)
@@ -103,18 +103,56 @@ def test_a_case_without_room_in_the_pool_says_so(running):
     assert "the pool lacks" in steps[0].failed
 
 
-@pytest.mark.slow
-def test_the_command_writes_the_figures_of_its_parts(tmp_path, capsys):
-    path = tmp_path / "figures.json"
-    flags = ["--part", "kernels", "--part", "steps", "--json", str(path)]
-    assert main(["bench", "gpu", "--smoke", *flags]) == 0
-    content = json.loads(path.read_text())
-    assert content["is_smoke"]
-    assert content["finished"]
-    assert [part["part"] for part in content["parts"]] == ["kernels", "steps"]
-    kernels, steps = (
-        json.loads((tmp_path / part["file"]).read_text()) for part in content["parts"]
+def test_mixed_steps_compute_a_chunk_beside_the_other_rows(running, monkeypatch):
+    batches, launch = [], ModelRunner._launch
+
+    def launch_noted(runner, batch):
+        batches.append(batch)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "_launch", launch_noted)
+    steps = steps_of(running, batch_sizes=(3,), contexts=(20,))
+    assert [step.failed for step in steps if step.kind == "mixed"] == [None]
+    mixed = [batch for batch in batches if batch.chunks and len(batch.decode_rows) == 2]
+    assert len(mixed) > SIZES["num_steps"]
+    assert {(chunk.row, len(chunk.token_ids)) for batch in mixed for chunk in batch.chunks} == {
+        (2, 20)
+    }
+
+
+def test_operations_have_floors_of_their_own(running):
+    engine, runner, floors = running
+    decoder = DecoderShape(
+        width=64,
+        num_gated=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=300,
+        has_tied_head=False,
     )
-    assert all(outcome["kernel_s"] > 0 for outcome in kernels["outcomes"])
-    assert all(profile["total_us"] > 0 for profile in steps["profiles"])
-    assert "nothing failed" in capsys.readouterr().out
+    steps = list(measure_device_steps(engine, runner, floors, decoder=decoder, **SIZES))
+    for step in steps:
+        has_floor = step.kind in ("decode", "mixed", "prompt")
+        assert (step.operations_floor_us is not None) == has_floor
+
+
+def test_the_kernels_of_each_kind_of_step_are_listed(running):
+    _, runner, _ = running
+    profiles = list(
+        profile_device_steps(runner, batch_sizes=(1, 3), context=20, num_chunk_tokens=8)
+    )
+    kinds = [(profile.kind, profile.batch_size) for profile in profiles]
+    assert kinds == [("decode", 1), ("decode", 3), ("mixed", 3), ("prompt", 1)]
+    for profile in profiles:
+        assert profile.failed is None
+        times_us = [kernel.us for kernel in profile.kernels]
+        assert times_us == sorted(times_us, reverse=True)
+        assert times_us[0] > 0
+
+
+def test_a_profile_without_room_says_so(running):
+    _, runner, _ = running
+    profile, *_ = profile_device_steps(runner, batch_sizes=(30,), context=48, num_chunk_tokens=8)
+    assert profile.failed == "RuntimeError: the pool has no room"

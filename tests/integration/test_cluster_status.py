@@ -122,6 +122,17 @@ async def test_every_method_asks_for_the_clusters_token(tmp_path):
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_requests_that_wait_for_a_replica():
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        await decode.stop()
+        await router.until(lambda: not router.candidate_ids())
+        stream = router.stub.GenerateStream(request(max_tokens=4), timeout=30)
+        await router.until(lambda: len(router.fleet.waiting))
+        assert dict((await cluster_of(router)).activity.waiting) == {MODEL: 1}
+        stream.cancel()
+
+
 async def top(router, *flags):
     arguments = ["top", "--address", router.server.address, "--once", "--interval", "0.2"]
     return await asyncio.to_thread(main, [*arguments, *flags])

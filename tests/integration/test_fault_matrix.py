@@ -37,9 +37,13 @@ ENGINE = {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 128, "block_siz
 
 
 @pytest.fixture
-def urls(tmp_path: Path, redis_server: RedisServer) -> Iterator[dict[str, str]]:
+def url(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> Iterator[str]:
+    redis_url = ""
+    if backend == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        redis_url = server.url
     with fresh_shm_name() as name:
-        yield kv_urls(tmp_path, name, redis_server.url, timeout_s=20)
+        yield kv_urls(tmp_path, name, redis_url, timeout_s=20)[backend]
 
 
 @pytest.fixture
@@ -126,12 +130,10 @@ def check_outcomes(split: SplitRun, policy: str) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_faults_at_once_change_no_token(
-    urls: dict[str, str], struck: list[str], backend: str
-) -> None:
+def test_all_faults_at_once_change_no_token(url: str, struck: list[str], backend: str) -> None:
     rates = ",".join(f"{fault}:0.05" for fault in FAULTS)
-    url = with_faults(urls[backend], f"faults={rates}&fault_delay_s=0.02&fault_seed=3")
-    split = run_split(url, "recompute")
+    faults_of_all = f"faults={rates}&fault_delay_s=0.02&fault_seed=3"
+    split = run_split(with_faults(url, faults_of_all), "recompute")
     assert check_outcomes(split, "recompute") == 0
     assert len(Counter(struck)) >= 4, "too few kinds of faults occurred"
 
@@ -139,10 +141,10 @@ def test_all_faults_at_once_change_no_token(
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "fault", "policy"), CELLS)
 def test_requests_under_one_fault_are_right_or_fail_by_policy(
-    urls: dict[str, str], struck: list[str], backend: str, fault: str, policy: str
+    url: str, struck: list[str], backend: str, fault: str, policy: str
 ) -> None:
-    url = with_faults(urls[backend], f"faults={fault}:0.2&fault_delay_s=0.05&fault_seed=3")
-    split = run_split(url, policy)
+    options = f"faults={fault}:0.2&fault_delay_s=0.05&fault_seed=3"
+    split = run_split(with_faults(url, options), policy)
     num_failed = check_outcomes(split, policy)
     assert len(struck) >= 5, "the fault occurred too rarely"
     if fault == "delay":

@@ -5,6 +5,7 @@ compared with `transformers`.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -33,12 +34,31 @@ FEATURES = {
     "alone": {"max_num_seqs": 1},
 }
 _PREEMPTING = [feature for feature, flags in FEATURES.items() if "preemption_mode" in flags]
-# Each later family without recurrent layers is swapped and recomputed, in one loop and the other.
-LATER_CASES = [
-    (variant, feature)
-    for index, variant in enumerate(sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES}))
-    for feature in (_PREEMPTING[index % 2], _PREEMPTING[3 - index % 2])
-    if variant not in ("gemma4", "deepseek_v2")  # which take all features
+_OTHERS = [feature for feature in FEATURES if feature not in _PREEMPTING]
+# One family for each kind of KV and state takes all features. The others are swapped and
+# recomputed, in one loop and the other; those of older tests take two more features, in turn.
+_WHOLE = ("llama", "qwen2_alternating", "lfm2", "deepseek_v2")
+_OLDER = (
+    "gpt2",
+    "lfm2_conv_last",
+    "mistral_sliding",
+    "qwen3_5",
+    "qwen3_mostly_sliding",
+    "qwen3_next",
+)
+_LATER = sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES, *_WHOLE})
+CASES = [
+    *product(_WHOLE, FEATURES),
+    *(
+        (variant, _PREEMPTING[place])
+        for index, variant in enumerate((*_OLDER, *_LATER))
+        for place in (index % 2, 3 - index % 2)
+    ),
+    *(
+        (variant, _OTHERS[place % len(_OTHERS)])
+        for index, variant in enumerate((*_OLDER, "gemma4"))
+        for place in (2 * index, 2 * index + 1)
+    ),
 ]
 
 
@@ -82,34 +102,9 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
     return {**flags, "num_gpu_blocks_override": spec.blocks_for(92) + 1}
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "llama",
-        "qwen2_alternating",
-        "lfm2",
-        "deepseek_v2",
-        *(
-            pytest.param(variant, marks=pytest.mark.slow)
-            for variant in (
-                *("lfm2_conv_last", "qwen3_5", "qwen3_next"),
-                *("gemma4", "gpt2", "mistral_sliding", "qwen3_mostly_sliding"),
-            )
-        ),
-    ],
-)
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(("variant", "feature"), CASES)
 def test_features_change_no_token(variant: str, feature: str) -> None:
-    _check(variant, feature)
-
-
-@pytest.mark.sampled(one_in=16)
-@pytest.mark.parametrize(("variant", "feature"), LATER_CASES)
-def test_preemption_changes_no_token_of_later_families(variant: str, feature: str) -> None:
-    _check(variant, feature)
-
-
-def _check(variant: str, feature: str) -> None:
     with _engine(variant, _flags_for(variant, feature)) as core:
         for _ in range(2):  # the second run uses the prefix cache, if it is on
             outputs = run_all(core, _requests())

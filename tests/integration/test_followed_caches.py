@@ -37,7 +37,7 @@ class Followed:
     def stored_blocks(self, tokens):
         served = self.router.fleet.model
         keys = tuple(BlockKeyChain(served.namespace, served.block_size).extend(tokens))
-        store_ids = self.replica("prefill").load.kv_store_ids
+        store_ids = tuple(self.replica("prefill").load.kv_store_ids)
         return self.index.match(keys, len(tokens) + 1).stored_blocks(store_ids)
 
     def caches(self):

@@ -1,7 +1,7 @@
 """The kernels and the models, on every set of CPU kernels that this machine can run.
 
-The test suite runs on the best set. Here a few of its files run again on each of the others, each
-time in a new process, since the choice is made once per process.
+The test suite runs on the best set. Here a third of the cases of a few of its files run again on
+each of the others, each time in a new process, since the choice is made once per process.
 """
 
 import os
@@ -82,8 +82,9 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("choice", [TORCH, *RUNNABLE[1:]])
 @needs_libraries
-def test_the_tests_of_kernels_and_models_pass_with_each_set(choice):
+def test_tests_of_kernels_and_models_pass_with_each_set(choice):
     options = "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"
+    options += "-p", "tests.support.third_of_cases"
     # With torch, those of the kernels would compare it with itself.
     files = [FAMILIES, SERVER_PROCESSES] if choice == TORCH else [*ARITHMETIC, FAMILIES]
     command = [sys.executable, "-m", "pytest", *options, *files]

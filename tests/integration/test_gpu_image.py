@@ -1,19 +1,20 @@
-"""The scripts for a GPU machine in an environment with the packages of a bare image alone."""
+"""`make gpu-first` as on a bare GPU image: few packages, no git, sources without history."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_command import FULL
-from benchmarks.machine import RESULTS_VARIABLE
+from scripts.gpu_first import CALLS
 from tests.support.gpu_image import ABSENT, environment_without_git, make_gpu_image
 
-pytestmark = pytest.mark.slow  # importing torch takes seconds in each process
-
 _ROOT = Path(__file__).resolve().parents[2]
-_TIMEOUT_S = 110
+_TIMEOUT_S = 500
+
+# Importing torch takes seconds in each process, and the plan has eight of them.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(_TIMEOUT_S + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +23,25 @@ def image(tmp_path_factory):
     return folder, make_gpu_image(folder)
 
 
-def run(image, *arguments, **variables):
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of the files that travel to a GPU machine: those that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=_ROOT, capture_output=True, check=True).stdout
+    target = tmp_path_factory.mktemp("sources")
+    for name in filter(None, listed.decode().split("\0")):
+        if (_ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(_ROOT / name, target / name)
+    return target
+
+
+def run(image, sources, *arguments, **variables):
     folder, python = image
     return subprocess.run(
         [python, *arguments],
-        cwd=_ROOT,
-        env=environment_without_git(folder, BATON_TEST_DEVICE="cpu", **variables),
+        cwd=sources,
+        env=environment_without_git(folder, HOME=str(folder), **variables),
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -35,60 +49,67 @@ def run(image, *arguments, **variables):
     )
 
 
-def test_the_image_lacks_what_servers_need(image):
-    result = run(image, "-c", "from importlib.metadata import distributions; print(*["
+def test_the_image_lacks_what_servers_need(image, sources):
+    result = run(image, sources, "-c", "from importlib.metadata import distributions; print(*["
                  "d.metadata['Name'].lower() for d in distributions()])")  # fmt: skip
     assert not set(ABSENT) & set(result.stdout.split())
     assert "pytest" in result.stdout.split()
 
 
-def test_all_files_of_tests_are_collected(image):
-    collect = ["-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "--collect-only", "-qq"]
-    result = run(image, *collect, "tests/triton", "tests/gpu")
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    files = {line.partition(":")[0] for line in result.stdout.splitlines() if ":" in line}
+@pytest.fixture(scope="module")
+def smoke(image, sources, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    result = run(image, sources, "-m", "scripts.gpu_first", "--smoke", "--out", str(folder))
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    return folder
+
+
+def read(folder, part):
+    return json.loads((folder / f"{part}.json").read_text())
+
+
+def test_every_part_writes_its_file(smoke):
+    report = read(smoke, "smoke")
+    assert report["finished"]
+    assert report["machine"]["commit"] == "unknown"
+    assert [part["part"] for part in report["parts"]] == [part.name for part in CALLS["smoke"]]
+    assert not [part for part in report["parts"] if part["problem"] or part["skipped"]]
+    assert {part["file"] for part in report["parts"]} == {
+        path.name for path in smoke.glob("*.json") if path.stem != "smoke"
+    }
+
+
+def test_all_files_of_tests_are_collected(smoke):
+    collected = read(smoke, "collect")
     expected = {
         str(path.relative_to(_ROOT))
         for folder in ("triton", "gpu")
         for path in (_ROOT / "tests" / folder).glob("test_*.py")
     }
-    assert files == expected
+    assert set(collected["files"]) == expected
+    assert all(collected["files"].values())
 
 
-def test_the_suite_writes_its_results_to_the_named_folder(image, tmp_path):
-    script = (
-        "from pathlib import Path\n"
-        "from benchmarks.machine import results_folder\n"
-        "from scripts import test_gpu\n"
-        "path = results_folder() / test_gpu.REPORT_NAME\n"
-        "folder = Path('tests/triton').resolve()\n"
-        "test_gpu._files = lambda folder, marks: sorted(folder.glob('test_row_state.py'))\n"
-        "test_gpu.run_suite(folder, Path('tests/gpu').resolve(), 'cpu', 100, path)\n"
-    )
-    result = run(image, "-c", script, **{RESULTS_VARIABLE: str(tmp_path / "results")})
-    assert result.returncode == 0, result.stderr[-2000:]
-    report = json.loads((tmp_path / "results" / "gpu_tests.json").read_text())
-    assert report["finished"]
-    assert report["machine"]["commit"] == "unknown"
-    assert report["counts"]["passed"] > 0
-    assert not report["problems"]
-    assert not report["failures"]
+def test_the_tests_of_kernels_and_of_the_runner_pass(smoke):
+    for part in ("kernel_tests", "runner_tests"):
+        report = read(smoke, part)
+        assert report["all_passed"]
+        assert report["machine"]["commit"] == "unknown"
 
 
-@pytest.mark.parametrize("name", sorted({part.arguments[0] for part in FULL if not part.needs}))
-def test_benches_without_servers_can_be_started(image, name):
-    result = run(image, "-m", "benchmarks", name, "--help")
-    assert result.returncode == 0, result.stderr[-1000:]
+def test_both_ways_to_serve_agree_with_transformers(smoke):
+    sides = read(smoke, "agreement")["sides"]
+    assert [side["name"] for side in sides] == ["transformers", "one worker", "two tiers"]
+    assert all(side["agrees"] for side in sides)
+    assert {len(tokens) for side in sides for tokens in side["tokens"]} == {4}
 
 
-def test_a_bench_skips_the_part_that_needs_more_packages(image, tmp_path):
-    arguments = ["-m", "benchmarks", "gpu", "--smoke", "--part", "steps", "--part", "split"]
-    path = tmp_path / "figures.json"
-    result = run(image, *arguments, "--json", str(path))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "split: not installed: cryptography, grpc_health" in result.stdout
-    content = json.loads(path.read_text())
-    assert content["finished"]
-    assert content["machine"]["commit"] == "unknown"
-    steps = json.loads((tmp_path / content["parts"][0]["file"]).read_text())
-    assert steps["profiles"]
+def test_steps_and_kernels_are_measured(smoke):
+    steps = read(smoke, "steps")
+    assert {step["kind"] for step in steps["steps"]} == {
+        *("decode", "mixed", "device busy", "engine step", "prompt"),
+    }
+    assert all(step["median_us"] > 0 for step in steps["steps"])
+    assert all(kernels["kernels"] for kernels in steps["kernels"])
+    assert all(one["kernel_s"] > 0 for one in read(smoke, "attention_sweep")["swept"])
+    assert all(outcome["kernel_s"] > 0 for outcome in read(smoke, "kernels")["outcomes"])

@@ -1,12 +1,11 @@
-"""The runner of `make test-gpu`, on tests that pass, fail, crash and hang, here on the CPU."""
+"""The test parts of `make gpu-first`, on tests that pass, fail, crash and hang, on the CPU."""
 
 import json
 import time
 
 import pytest
 
-from benchmarks.machine import RESULTS_VARIABLE
-from scripts import test_gpu as gpu_suite
+from scripts import gpu_tests as gpu_suite
 
 _MIXED = """
 import os
@@ -62,14 +61,15 @@ def report(tmp_path_factory):
     kernels = write(folder / "kernels", mixed=_MIXED, crash=_CRASH)
     runtime = write(folder / "runtime", syntax="def test_(:")
     path = folder / "report.json"
-    report = gpu_suite.run_suite(kernels, runtime, "cpu", 100, path)
+    paths = [kernels, runtime / "test_syntax.py"]
+    report = gpu_suite.run_suite(paths, "not slow", 2, "cpu", 100, path)
     assert json.loads(path.read_text()) == report
     return report
 
 
 @pytest.mark.slow
 def test_every_outcome_is_counted(report):
-    assert report["counts"] == {"passed": 3, "failed": 4, "skipped": 1}
+    assert report["counts"] == {"passed": 2, "failed": 4, "skipped": 1}
     assert not report["all_passed"]
 
 
@@ -100,8 +100,12 @@ def test_skipped_tests_are_named_with_their_reasons(report):
 
 
 @pytest.mark.slow
-def test_slow_tests_run_too(report):
-    assert {run["marks"] for run in report["files"]} == {"slow", "not slow"}
+def test_slow_tests_run_alone(tmp_path):
+    folder = write(tmp_path, mixed=_MIXED, crash=_CRASH)
+    report = gpu_suite.run_suite([folder], "slow", 2, "cpu", 100, tmp_path / "report.json")
+    assert [run["file"].rpartition("/")[2] for run in report["files"]] == ["test_mixed.py"]
+    assert report["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
+    assert report["all_passed"]
 
 
 @pytest.mark.slow
@@ -133,7 +137,7 @@ def test_an_interrupted_run_writes_the_results_so_far(tmp_path, monkeypatch):
     runtime = write(tmp_path / "runtime", two="")
     path = tmp_path / "report.json"
     with pytest.raises(KeyboardInterrupt):
-        gpu_suite.run_suite(kernels, runtime, "cpu", 100, path)
+        gpu_suite.run_suite([kernels, runtime], "not slow", 1, "cpu", 100, path)
     report = json.loads(path.read_text())
     assert report["counts"]["passed"] == 1
     assert not report["finished"]
@@ -150,11 +154,3 @@ def test_a_test_that_hangs_is_ended_and_named(tmp_path):
     (test,) = run.tests
     assert test["test"].endswith("test_stuck")
     assert test["outcome"] == "failed"
-
-
-def test_without_a_device_nothing_is_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu_suite, "find_problem", lambda *needed: "no CUDA device")
-    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path))
-    assert gpu_suite.main() == 2
-    assert capsys.readouterr().out == "test-gpu: no CUDA device; nothing was run\n"
-    assert not list(tmp_path.iterdir())

@@ -208,6 +208,7 @@ def checkout(tmp_path):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "licenses", folder / "licenses")
     shutil.copytree(ROOT / "protos", folder / "protos")
+    shutil.copytree(ROOT / "router" / "http" / "page", folder / "router" / "http" / "page")
     (folder / "baton" / "common").mkdir(parents=True)
     shutil.copy(ROOT / "baton" / "common" / "version.py", folder / "baton" / "common")
     return folder
@@ -249,6 +250,7 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
         assert "kernels/native/src/answer.cpp" in archive.namelist()
         # Data files of the package are included.
         assert "kernels/triton/launch_tables/default.json" in archive.namelist()
+        assert "router/http/page/files/index.html" in archive.namelist()
         (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         metadata = archive.read(f"{info}/METADATA").decode()
         assert "License-Expression: Apache-2.0 AND BSD-2-Clause\n" in metadata

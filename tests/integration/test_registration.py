@@ -122,6 +122,28 @@ async def test_every_router_of_a_name_is_told_and_one_that_starts_again_is_told_
                 await router.until_connected(worker)
 
 
+@pytest.mark.parametrize("failure", [ValueError("a bug"), asyncio.CancelledError()])
+async def test_a_worker_is_announced_after_any_failure(failure, caplog):
+    worker, asked = FakeDecode(SCRIPT), []
+
+    def labels():
+        asked.append(1)
+        if len(asked) == 1:
+            raise failure
+        return labels_of(worker)
+
+    async with running_workers(worker), running_router(decode=("register:///",)) as router:
+        registration = Registration(
+            (router.server.address,), worker.address, labels, ClusterSecurity()
+        )
+        running = asyncio.create_task(registration.run())
+        await router.until_connected(worker)
+        assert "not announced to router" in caplog.text
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await router.until(lambda: not listed(router))
+
+
 async def test_a_replica_set_announces_itself_once_for_all_its_workers():
     async with (
         running_set(SCRIPT, 2) as replicas,

@@ -385,19 +385,20 @@ async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_sta
         await new.stop()
 
 
-async def test_a_look_for_a_replica_looks_a_prompt_up_once(monkeypatch):
+@pytest.mark.parametrize("has_prefill", [False, True])
+async def test_a_prompt_is_looked_up_once_for_each_worker_that_it_is_sent_to(
+    has_prefill, monkeypatch
+):
     """Long prompts take 0.05 ms, and there may be hundreds of replicas."""
-    workers, index, lookups = [FakeDecode(SCRIPT) for _ in range(3)], CacheIndex(), []
-    match = CacheIndex.match
-    monkeypatch.setattr(CacheIndex, "match", lambda *args: lookups.append(1) or match(*args))
-    async with running_workers(*workers), running_router(*workers) as router:
-        fleet = router.fleet
-        assert len(fleet.decode.candidates) == 3
-        placement = Placement(fleet, index, make_policy("prefix", PolicySettings()), None)
-        routed = await routed_request(fleet)
-        lookups.clear()
-        assert placement.pick_to_start(routed) is not None
-        assert len(lookups) == 1
+    prefills = [FakePrefill(SCRIPT)] * has_prefill
+    workers, lookups = [FakeDecode(SCRIPT) for _ in range(3)], []
+    look_up = CacheIndex._look_up
+    monkeypatch.setattr(CacheIndex, "_look_up", lambda *args: lookups.append(1) or look_up(*args))
+    monkeypatch.setattr("router.routing.cache_index._MAX_MATCH_AGE_S", 60)
+    async with running_workers(*prefills, *workers), running_router(*prefills, *workers) as router:
+        assert token_ids_of(await router.generate(request(max_tokens=2))) == SCRIPT[:2]
+        assert len(prefills) == sum(len(prefill.requests) for prefill in prefills)
+        assert len(lookups) == 1 + has_prefill
 
 
 async def routed_request(fleet):

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -83,6 +84,8 @@ async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
                 stub = generation_pb2_grpc.GenerationServiceStub(channel)
                 call = stub.GenerateStream(request("hello " * 20, max_tokens=len(script)))
                 responses = [await call.read()]
+                (watchdog,) = psutil.Process(process.pid).children()
+                assert "watchdog_process.py" in " ".join(watchdog.cmdline())
                 # The router drains: the running request continues, and a new one goes elsewhere.
                 process.send_signal(signal.SIGTERM)
                 await until_closed(port)
@@ -94,6 +97,7 @@ async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
                     responses.append(response)
             log += (await process.stderr.read()).splitlines()
             assert await process.wait() == 0
+            assert not watchdog.is_running()
         finally:
             if process.returncode is None:
                 process.kill()

@@ -107,6 +107,20 @@ def test_requests_are_spread_and_everything_counts_them_all(router):
         assert [trace.request_id for trace in traces] == expected
 
 
+def test_the_pages_state_is_that_of_all_processes(router):
+    ids = [f"shown-{number}" for number in range(8)]
+    for request_id in ids:
+        assert complete(router, request_id=request_id).is_success
+    url = f"http://{router.http}/status"
+    assert httpx2.get(url, headers={"x-api-key": KEY}, timeout=10).status_code == 401
+    state = httpx2.get(url, headers=dict(OPERATOR), timeout=10).json()
+    assert state["cluster"]["num_processes"] == 2
+    assert set(ids) <= {trace["request_id"] for trace in state["recent"]}
+    totals = [trace["total_ms"] for trace in state["slowest"]]
+    assert len(totals) >= len(ids)
+    assert totals == sorted(totals, reverse=True)
+
+
 def test_the_limit_of_requests_is_that_of_all_processes(router):
     """Each process alone would take as many of the thirty, up to the share of one client."""
     with ThreadPoolExecutor(30) as threads:

@@ -102,6 +102,8 @@ async def test_a_replica_that_fails_is_not_asked_again_for_a_while(
             assert token_ids_of(await router.generate(prompt)) == SCRIPT[:2]
         assert len(first.asked_keys) == 1
         assert second.prefixes == []
+        answers = router.service.models.only._pipeline._prefill._pulls._answers
+        assert answers._mean_s > 0.01 or mishap == "refuses"
 
 
 async def test_workers_without_a_peer_connector_are_never_asked():

@@ -142,11 +142,13 @@ def test_logprobs_of_chats_are_those_of_transformers(run, tmp_path):
             check_logprobs(expected[position - 1], [*prompt, *drawn][position], found)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
-def test_answers_to_questions_obey_their_schemas_and_end(fields, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "one_in"), [({}, 4), ({"temperature": 1.0}, 1)], ids=["greedy", "sampled"]
+)
+def test_answers_to_questions_obey_their_schemas_and_end(fields, one_in, tmp_path):
     data = json.loads(DATA.read_text())
     requests, schemas = [], {}
-    for index, (kind, question) in enumerate(data["questions"]):
+    for index, (kind, question) in enumerate(data["questions"][::one_in]):
         name, schemas[str(index)] = str(index), data["schemas"][kind]
         outputs = StructuredOutputs(json=schemas[name], disable_any_whitespace=index % 2 == 0)
         more = {"max_tokens": MAX_TOKENS, "structured_outputs": outputs, "seed": index, **fields}
@@ -163,7 +165,7 @@ def test_answers_to_questions_obey_their_schemas_and_end(fields, tmp_path):
             jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
             counts["valid"] += 1
         except (ValueError, jsonschema.ValidationError) as error:
-            problems.append((data["questions"][int(name)], text, str(error)[:200]))
+            problems.append((name, text, str(error)[:200]))
         counts["ended"] += last.finish_reason is FinishReason.STOP
     print(counts)
     assert not problems

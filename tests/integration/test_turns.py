@@ -340,6 +340,25 @@ def test_without_a_folder_every_step_runs_at_once(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kernels_that_are_compiled_are_waited_for_too():
+    compiling_s = 3.0
+    turns = Turns(None, read_compiling_s=lambda: compiling_s)
+    assert turns.waited_s == 3.0
+    with turns.wait_for_turn():
+        compiling_s = 5.0
+    assert turns.waited_s == 5.0
+
+
+def test_waits_for_turns_do_not_count_compilations_twice(make):
+    other, turns = make(), make(read_compiling_s=lambda: 1000.0)
+    with other.wait_for_turn():
+        pass
+    for _ in range(2):
+        with turns.wait_for_turn():
+            pass
+    assert 1000.0 <= turns.waited_s < 1900.0
+
+
 def test_a_closed_engine_does_not_wait(make, tmp_path):
     turns = make()
     turns.close()

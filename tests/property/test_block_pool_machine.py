@@ -1,6 +1,5 @@
 """State machine over the block pool, compared with a model of sets."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -104,8 +103,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
-
-
-@pytest.mark.slow
-class TestManyPools(PoolMachine.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.routing.block_table import BlockTable, slots_of
+from router.routing.block_table import BlockTable, members_of
 
 SLOTS = range(5)
 # Sequences that branch, so that blocks have several successors.
@@ -47,7 +47,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         lengths = {}
         for replicas, length in self.table.prefixes(keys, limit, asked):
             assert length > 0
-            for slot in slots_of(replicas):
+            for slot in members_of(replicas, SLOTS):
                 assert slot not in lengths
                 lengths[slot] = length
         for slot in SLOTS:
@@ -61,7 +61,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         held = set().union(*self.held.values())
         assert len(self.table) == len(held)
         for key in held:
-            assert set(slots_of(self.table.holders(key))) == {
+            assert set(members_of(self.table.holders(key), SLOTS)) == {
                 slot for slot in SLOTS if key in self.held[slot]
             }
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.router.virtual_time import VirtualTimeLoop
+from benchmarks.router.simulation.virtual_time import VirtualTimeLoop
 from router.fleet.fair_shares import QUANTUM_TOKENS, Share
 from router.fleet.waiting import Turn, WaitingRequests
 

@@ -738,8 +738,3 @@ def test_a_hundred_thousand_operations() -> None:
 
 TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-
-
-@pytest.mark.slow
-class TestManyManagers(ManagerMachine.TestCase):
-    settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -60,13 +60,13 @@ def compiling(device_name: str) -> Iterator[list[Compiled]]:
             seen.add(key)
             compiled.append(_compile(source, kwargs, function))
 
-    run, table_of = JITFunction.run, launch._load_table
+    run = JITFunction.run
     JITFunction.run = compile_launch
-    launch._load_table = lambda *_: launch.load_launch_table(device_name)
     try:
-        yield compiled
+        with launch.replaced_launch_table(launch.load_launch_table(device_name)):
+            yield compiled
     finally:
-        JITFunction.run, launch._load_table = run, table_of
+        JITFunction.run = run
 
 
 def _source(function, args, kwargs):

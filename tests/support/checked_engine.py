@@ -336,7 +336,7 @@ class CheckedEngine:
 
     def _check_batches(self) -> None:
         for batch in self.runner.batches:
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
+            assert batch.num_tokens <= self.config.max_step_tokens
             assert all(chunk.num_tokens <= self.config.max_chunk for chunk in batch.chunks)
             self.counts["swapped blocks"] += len(batch.swap_outs)
             self.counts["copied blocks"] += len(batch.block_copies)

@@ -6,9 +6,10 @@ Weights are seeded and scaled so that logits spread and depend on the whole
 context: a wrong KV entry changes the greedy tokens.
 """
 
-import atexit
+import hashlib
 import inspect
-import shutil
+import json
+import os
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -425,19 +426,29 @@ FOUR_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def tiny_checkpoint(variant: str) -> Path:
-    """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
+    """Returns the folder of the variant's checkpoint, made once per run; do not change it."""
+    folder = _run_folder() / variant
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=_run_folder()) as draft:
+            _write_checkpoint(variant, Path(draft) / variant)
+            try:
+                (Path(draft) / variant).rename(folder)
+            except OSError:  # another process has made the same one meanwhile
+                assert folder.exists()
+    return folder
+
+
+def _write_checkpoint(variant: str, folder: Path) -> None:
     import transformers
 
     decoders = VARIANTS | DECODER_VARIANTS | LONGROPE | HYBRIDS | SIX_HEADS | FOUR_LAYERS
     family, overrides = (decoders | EXPERT_VARIANTS | LATENT_VARIANTS)[variant]
-    folder = _session_folder() / variant
     config = _family_config(family, overrides)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, seed=crc32(variant.encode()))
     shard_size = "200KB" if variant.endswith("sharded") else "1GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
     save_byte_tokenizer(folder)
-    return folder
 
 
 def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
@@ -445,8 +456,23 @@ def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> 
     return list(_reference_greedy(path, tuple(prompt_ids), num_tokens))
 
 
-@cache  # Many tests compare with the same generations, which are slow.
+@cache
 def _reference_greedy(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """Many tests of all processes compare with the same generations, which are slow."""
+    if path.parent != _run_folder():
+        return _generate(path, prompt_ids, num_tokens)
+    name = f"{path.name}-{hashlib.sha256(repr(prompt_ids).encode()).hexdigest()}.json"
+    kept = _run_folder() / name
+    tokens = tuple(json.loads(kept.read_text())) if kept.exists() else ()
+    if len(tokens) < num_tokens:
+        tokens = _generate(path, prompt_ids, num_tokens)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(tokens))
+        draft.replace(kept)
+    return tokens[:num_tokens]
+
+
+def _generate(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     import transformers
 
     model = reference_model(path)
@@ -595,7 +621,6 @@ def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
 
 
 @cache
-def _session_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="baton-checkpoints-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _run_folder() -> Path:
+    """The folder that all processes of a run of pytest share; see tests/conftest.py."""
+    return Path(os.environ["PYTEST_CHECKPOINTS"])

@@ -32,10 +32,10 @@ print(json.dumps(codes))
 
 
 class Suites:
-    """Runs suites, two at a time: they mostly wait for times to live and for leases."""
+    """Runs suites, four at a time: they mostly wait for times to live and for leases."""
 
     def __init__(self):
-        self._threads = ThreadPoolExecutor(2)
+        self._threads = ThreadPoolExecutor(4)
 
     def start(self, url, folder, *arguments, python_path=""):
         """Starts the suite in a new folder, away from this repository's pytest settings.

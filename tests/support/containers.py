@@ -1,10 +1,16 @@
-"""Containers of `docker-compose.yml`, and what can happen to them."""
+"""Containers of `docker-compose.yml`, and what can happen to them.
+
+`python -m tests.support.containers` makes the images, which the tests find then.
+"""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -133,6 +139,18 @@ class ComposeProject:
             *self._command, *arguments, timeout_s=timeout_s, environment=self._environment
         ).stdout
 
+    def build(self) -> None:
+        """Builds the image that all services have.
+
+        Its files are those that .dockerignore names, and the libraries that were compiled here:
+        the image's compiler, if it is of the same version, need not compile the kernels again.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            _copy_sources(Path(folder))
+            changes = Path(folder, "build.yml")
+            changes.write_text(json.dumps({"services": {"router": {"build": {"context": folder}}}}))
+            self.compose(f"--file={changes}", "build", "router", timeout_s=1500)
+
     async def scale(self, prefill: int, decode: int) -> None:
         """Starts and stops containers until there are so many, and waits until all are healthy."""
         sizes = (f"--scale=prefill={prefill}", f"--scale=decode={decode}")
@@ -222,6 +240,16 @@ class ComposeProject:
         return run_program("docker", "ps", "--quiet", project, *filters).stdout.split()
 
 
+def _copy_sources(folder: Path) -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in ("Dockerfile", *(line[1:] for line in lines if line.startswith("!"))):
+        if (ROOT / name).is_dir():
+            others = shutil.ignore_patterns("__pycache__", "objects", "results")
+            shutil.copytree(ROOT / name, folder / name, ignore=others)
+        else:
+            shutil.copy(ROOT / name, folder)
+
+
 def run_program(
     *command: str,
     check: bool = True,
@@ -243,3 +271,17 @@ def run_program(
     )
     assert result.returncode == 0 or not check, f"{command}:\n{result.stdout}{result.stderr}"
     return result
+
+
+def main() -> None:
+    """Makes the images; ends with status 3 where containers cannot run."""
+    try:
+        with container_engine() as variables, tempfile.TemporaryDirectory() as folder:
+            ComposeProject(Path(folder), variables).build()
+    except NoContainersError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(CANNOT_RUN_CONTAINERS)
+
+
+if __name__ == "__main__":
+    main()

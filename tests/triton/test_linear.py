@@ -57,6 +57,15 @@ def test_linear(rows, columns, outputs, has_residual, has_bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_in_another_type(dtype):
+    """A step whose chunks draw nothing asks for no logits."""
+    weight = filled_weight(on_device(24, 16, dtype=dtype))
+    hidden = on_device(0, 16, dtype=dtype)
+    out = linear.linear(hidden, weight, out_dtype=torch.float32)
+    assert (out.shape, out.dtype) == ((0, 24), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_in_place_and_rounded_once(dtype):
     hidden = on_device(5, 32, dtype=dtype)
     matrix = on_device(8, 32, dtype=dtype, seed=1)

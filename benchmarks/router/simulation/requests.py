@@ -4,16 +4,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 
-from benchmarks.workloads.trace import TraceLine
+from benchmarks.workloads.trace import TraceLine, read_trace
 
-__all__ = ["BLOCK_TOKENS", "SimulatedRequest", "make_requests", "synthetic_trace"]
+__all__ = ["BLOCK_TOKENS", "SimulatedRequest", "make_requests", "read_lines", "synthetic_trace"]
 
 BLOCK_TOKENS = 512
 """Tokens of a trace's block, which is also a block of the simulated pools."""
 _QUANTUM_MS = 3000.0
 """Times of Mooncake's traces are multiples of it; within it a seed spreads them."""
 _FOLLOW_UP_SHARE = 0.5
+_NUM_SYNTHETIC = 12_000
+"""About as many requests as Mooncake's conversation trace has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,7 @@ class SimulatedRequest:
             limits would hold.
         cached_tokens: leading tokens that were cached where the prompt was computed.
         first_token_s: seconds from its arrival to its first token.
+        num_generated: tokens of its answer when it left decode.
     """
 
     number: int
@@ -40,6 +44,7 @@ class SimulatedRequest:
     num_shared_tokens: int = 0
     cached_tokens: int = field(default=0, init=False)
     first_token_s: float = field(default=0.0, init=False)
+    num_generated: int = field(default=0, init=False)
 
     @property
     def max_cached_blocks(self) -> int:
@@ -111,6 +116,18 @@ def _keys_of(line: TraceLine, fold: int) -> Sequence[bytes]:
         key = blake2b(key + part + hash_id.to_bytes(8, "little"), digest_size=16).digest()
         keys.append(key)
     return keys
+
+
+def read_lines(trace: Path | None) -> Sequence[TraceLine]:
+    """Returns a trace.
+
+    Args:
+        trace: a file in Mooncake's format; None for conversations that are made up.
+
+    Raises:
+        ConfigurationError: the file is bad.
+    """
+    return synthetic_trace(_NUM_SYNTHETIC) if trace is None else list(read_trace(trace))
 
 
 def synthetic_trace(num_requests: int, seed: int = 0) -> Sequence[TraceLine]:

@@ -3,15 +3,17 @@
 `OracleRouter` sees all pools and queues as they are, at once.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from typing_extensions import override
 
 from baton.v1 import worker_pb2
 from benchmarks.router.simulation.decode import SimulatedDecode
 from benchmarks.router.simulation.prefill import SimulatedPrefill
 from benchmarks.router.simulation.replica import SimulatedReplica
-from benchmarks.router.simulation.requests import BLOCK_TOKENS, SimulatedRequest
-from benchmarks.router.simulation.virtual_time import VirtualTime
+from benchmarks.router.simulation.requests import SimulatedRequest
 from router.fleet.replica_load import ReplicaLoad
 from router.routing.cache_form import CacheForm
 from router.routing.cache_index import CacheIndex, CacheMatch
@@ -20,20 +22,44 @@ from router.routing.costs import compare_places, prefill_scores, wants_remote_pr
 from router.routing.event_reader import KvEventReader
 from router.routing.policy import RoutingPolicy
 
-__all__ = ["OracleRouter", "SimulatedRouter"]
+__all__ = ["OracleRouter", "Placed", "SimulatedRouter"]
 
 _HOP_S = 0.001
 _MEAN_OUTPUT_TOKENS = 350.0
 
 
+class Placed(NamedTuple):
+    """The replicas that were chosen for a request.
+
+    Attributes:
+        decode: generates its answer.
+        prefill: computes its prompt; None if decode does.
+        num_uncached_tokens: tokens of the prompt that prefill has to compute.
+        num_missing_blocks: blocks of the prompt that decode lacks.
+    """
+
+    decode: SimulatedDecode
+    prefill: SimulatedPrefill | None
+    num_uncached_tokens: int
+    num_missing_blocks: int
+
+
+def _ignore() -> None:
+    """Does nothing."""
+
+
 class SimulatedRouter:
-    """A router of one model.
+    """A router of one model. Made within a running loop, whose clock it follows.
 
     Args:
         policy: chooses among replicas.
         prefill: the replicas of the prefill tier.
         decode: the replicas of the decode tier.
-        time: the clock.
+        max_local_prefill_tokens: the longest remainder of a prompt that decode computes; None lets
+            the costs decide.
+
+    Attributes:
+        loads: of each replica, as far as the router knows.
     """
 
     def __init__(
@@ -41,19 +67,22 @@ class SimulatedRouter:
         policy: RoutingPolicy,
         prefill: Sequence[SimulatedPrefill],
         decode: Sequence[SimulatedDecode],
-        time: VirtualTime,
+        max_local_prefill_tokens: int | None = None,
     ) -> None:
         self._policy = policy
-        self._time = time
+        self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._clock = asyncio.get_running_loop().time
+        self._block_size = decode[0].machine.block_size
         self._prefill = {replica.worker_id: replica for replica in prefill}
         self._decode = {replica.worker_id: replica for replica in decode}
-        self._index = CacheIndex(clock=time.clock)
-        self._loads: dict[str, ReplicaLoad] = {}
+        self._replicas: dict[str, SimulatedReplica] = {**self._prefill, **self._decode}
+        self._index = CacheIndex(clock=self._clock)
+        self.loads: dict[str, ReplicaLoad] = {}
         self._readers: dict[str, KvEventReader] = {}
-        for worker_id, replica in {**self._prefill, **self._decode}.items():
-            self._loads[worker_id] = ReplicaLoad(replica.info, worker_id, time.clock)
+        for worker_id, replica in self._replicas.items():
+            self.loads[worker_id] = ReplicaLoad(replica.info, worker_id, self._clock)
             form = CacheForm.from_info(replica.info)
-            assert form is not None
+            assert form is not None, "simulated replicas cache prefixes"
             cache = self._index.join(worker_id, form)
             self._readers[worker_id] = KvEventReader(cache, self._index.stored, tuple)
 
@@ -63,91 +92,123 @@ class SimulatedRouter:
 
     def take_report(self, worker_id: str, report: worker_pb2.WorkerLoad) -> None:
         """Takes a replica's load."""
-        self._loads[worker_id].take(report)
+        self.loads[worker_id].take(report)
 
     def believed_blocks(self) -> Mapping[str, int]:
         """By replica, how many blocks its events have named."""
         return {cache.replica_id: cache.num_stored for cache in self._index.caches()}
 
-    def route(self, request: SimulatedRequest) -> None:
-        """Chooses the replicas of a request and sends it there."""
-        prompt = Prompt(
-            num_tokens=request.num_tokens,
-            block_size=BLOCK_TOKENS,
-            match=self._match(request),
-            key=beginning_key(request.keys, BLOCK_TOKENS) if request.keys else b"",
-            num_output_tokens=_MEAN_OUTPUT_TOKENS,
-        )
-        choice = self._policy.pick_decode(self._candidates(self._decode), prompt)
-        assert choice is not None
+    async def serve(self, request: SimulatedRequest) -> None:
+        """Chooses the replicas of a request, and has it served there."""
+        await self.run(request, self.place(request))
+
+    def place(self, request: SimulatedRequest, decode_ids: Iterable[str] | None = None) -> Placed:
+        """Chooses the replicas of a request.
+
+        Args:
+            request: the request.
+            decode_ids: the decode replicas that may be chosen, at least one; None for all.
+        """
+        prompt = self._prompt(request)
+        candidates = self._candidates(self._decode if decode_ids is None else decode_ids)
+        choice = self._policy.pick_decode(candidates, prompt)
+        assert choice is not None, "there are decode replicas"
         decode = self._decode[choice.replica_id]
         candidates = self._candidates(self._prefill)
         if not self._is_remote(prompt, decode, candidates):
-            self._decode_all(request, decode, is_local=True)
-            return
+            return Placed(decode, None, 0, 0)
         choice = self._policy.pick_prefill(candidates, prompt)
-        assert choice is not None
-        self._send_prompt(request, prompt, self._prefill[choice.replica_id], decode)
+        assert choice is not None, "there are prefill replicas"
+        cached_tokens = prompt.match.blocks(choice.replica_id) * prompt.block_size
+        num_uncached_tokens = max(prompt.num_tokens - cached_tokens, 1)
+        num_missing_blocks = self._num_blocks(request) - prompt.match.blocks(decode.worker_id)
+        prefill = self._prefill[choice.replica_id]
+        return Placed(decode, prefill, num_uncached_tokens, num_missing_blocks)
+
+    async def run(
+        self,
+        request: SimulatedRequest,
+        placed: Placed,
+        on_first_token: Callable[[], None] = _ignore,
+        on_begin: Callable[[], None] = _ignore,
+    ) -> None:
+        """Has a request served by its replicas, where it is counted at once.
+
+        Args:
+            request: the request.
+            placed: its replicas.
+            on_first_token: called when prefill has computed its prompt.
+            on_begin: called when decode begins to generate.
+        """
+        if placed.prefill is not None:
+            await self._compute_prompt(request, placed, placed.prefill)
+            self._note_first_token(request)
+            on_first_token()
+        await self._generate(request, placed, on_begin)
+
+    async def _compute_prompt(
+        self, request: SimulatedRequest, placed: Placed, prefill: SimulatedPrefill
+    ) -> None:
+        decode_load = self.loads[placed.decode.worker_id]
+        with (
+            self.loads[prefill.worker_id].reserve(placed.num_uncached_tokens, 0),
+            decode_load.reserve(0, placed.num_missing_blocks, is_sent=False),
+        ):
+            self._index.expect(prefill.worker_id, request.keys)
+            await asyncio.sleep(_HOP_S)
+            await prefill.compute(request)
+
+    async def _generate(
+        self, request: SimulatedRequest, placed: Placed, on_begin: Callable[[], None]
+    ) -> None:
+        decode, is_local = placed.decode, placed.prefill is None
+        num_matched = self._match(request).blocks(decode.worker_id)
+        num_missing_blocks = self._num_blocks(request) - num_matched
+        num_computed = request.num_tokens - num_matched * self._block_size if is_local else 0
+
+        def begin() -> None:
+            if is_local:
+                self._note_first_token(request)
+            on_begin()
+
+        with self.loads[decode.worker_id].reserve(num_computed, num_missing_blocks):
+            self._index.expect(decode.worker_id, request.keys)
+            await asyncio.sleep(_HOP_S)
+            await decode.generate(request, begin, is_local=is_local)
+
+    def _note_first_token(self, request: SimulatedRequest) -> None:
+        request.first_token_s = self._clock() + _HOP_S - request.arrival_s
+
+    def _num_blocks(self, request: SimulatedRequest) -> int:
+        """Blocks that a prompt fills."""
+        return -(-request.num_tokens // self._block_size)
+
+    def _prompt(self, request: SimulatedRequest) -> Prompt:
+        return Prompt(
+            num_tokens=request.num_tokens,
+            block_size=self._block_size,
+            match=self._match(request),
+            key=beginning_key(request.keys, self._block_size) if request.keys else b"",
+            num_output_tokens=_MEAN_OUTPUT_TOKENS,
+        )
 
     def _match(self, request: SimulatedRequest) -> CacheMatch:
         return self._index.match(request.keys, request.num_tokens)
 
-    def _candidates(self, tier: Mapping[str, SimulatedReplica]) -> Sequence[Candidate]:
-        return [self._loads[worker_id].candidate(1.0) for worker_id in tier]
+    def _candidates(self, worker_ids: Iterable[str]) -> Sequence[Candidate]:
+        return [self.loads[worker_id].candidate(1.0) for worker_id in worker_ids]
 
     def _is_remote(
         self, prompt: Prompt, decode: SimulatedDecode, candidates: Sequence[Candidate]
     ) -> bool:
-        (candidate,) = self._candidates({decode.worker_id: decode})
-        best = min(prefill_scores(candidates, prompt))
-        places = compare_places(candidate, prompt, best)
+        (candidate,) = self._candidates((decode.worker_id,))
         cached = prompt.match.blocks(candidate.replica_id) * prompt.block_size
         uncached = max(prompt.num_tokens - cached, 1)
+        if self._max_local_prefill_tokens is not None:
+            return wants_remote_prefill(uncached, None, self._max_local_prefill_tokens)
+        best = min(prefill_scores(candidates, prompt))
+        places = compare_places(candidate, prompt, best)
         return wants_remote_prefill(uncached, places, None)
-
-    def _send_prompt(
-        self,
-        request: SimulatedRequest,
-        prompt: Prompt,
-        prefill: SimulatedPrefill,
-        decode: SimulatedDecode,
-    ) -> None:
-        cached = prompt.match.blocks(prefill.worker_id)
-        num_blocks = -(-prompt.num_tokens // prompt.block_size)
-        missing = num_blocks - prompt.match.blocks(decode.worker_id)
-        num_tokens = max(request.num_tokens - cached * BLOCK_TOKENS, 1)
-        queued = ExitStack()
-        queued.enter_context(self._loads[prefill.worker_id].reserve(num_tokens, 0))
-        held = self._loads[decode.worker_id].reserve(0, missing, is_sent=False)
-        queued.enter_context(held)
-        self._index.expect(prefill.worker_id, request.keys)
-
-        def on_first_token() -> None:
-            request.first_token_s = self._time.now + _HOP_S - request.arrival_s
-            queued.close()
-            self._decode_all(request, decode, is_local=False)
-
-        self._time.call_later(_HOP_S, lambda: prefill.submit(request, on_first_token))
-
-    def _decode_all(
-        self, request: SimulatedRequest, decode: SimulatedDecode, *, is_local: bool
-    ) -> None:
-        matched = self._match(request).blocks(decode.worker_id)
-        missing = len(request.keys) + 1 - matched
-        num_computed = request.num_tokens - matched * BLOCK_TOKENS if is_local else 0
-        running = ExitStack()
-        load = self._loads[decode.worker_id]
-        running.enter_context(load.reserve(num_computed, missing))
-        self._index.expect(decode.worker_id, request.keys)
-
-        def on_begin() -> None:
-            if is_local:
-                request.first_token_s = self._time.now + _HOP_S - request.arrival_s
-
-        def submit() -> None:
-            decode.submit(request, is_local=is_local, on_begin=on_begin, on_done=running.close)
-
-        self._time.call_later(_HOP_S, submit)
 
 
 class OracleRouter(SimulatedRouter):
@@ -155,15 +216,20 @@ class OracleRouter(SimulatedRouter):
     long these take.
     """
 
+    @override
     def _match(self, request: SimulatedRequest) -> CacheMatch:
-        replicas = [*self._prefill.values(), *self._decode.values()]
-        blocks = {replica.worker_id: replica.coming_blocks(request) for replica in replicas}
+        blocks = {
+            worker_id: replica.coming_blocks(request)
+            for worker_id, replica in self._replicas.items()
+        }
         return CacheMatch(blocks, lambda _: 0)
 
-    def _candidates(self, tier: Mapping[str, SimulatedReplica]) -> Sequence[Candidate]:
+    @override
+    def _candidates(self, worker_ids: Iterable[str]) -> Sequence[Candidate]:
         candidates = []
-        for worker_id, replica in tier.items():
-            load = ReplicaLoad(replica.info, worker_id, self._time.clock)
+        for worker_id in worker_ids:
+            replica = self._replicas[worker_id]
+            load = ReplicaLoad(replica.info, worker_id, self._clock)
             report = replica.load()
             if isinstance(replica, SimulatedPrefill):
                 report.queued_prompt_s = replica.queue_s

@@ -230,9 +230,7 @@ class EagleDrafter(_HeadDrafter):
         num_seen = _WINDOW + 2 * (1 + config.max_drafts)
         self._num_ring = min(self._max_blocks, 1 + -(-num_seen // size))
         self._num_blocks = config.max_running * self._num_ring
-        self._max_tokens = min(
-            config.max_num_batched_tokens, config.max_running * (1 + config.max_drafts)
-        )
+        self._max_tokens = min(config.max_step_tokens, config.max_running * (1 + config.max_drafts))
         input_bytes = self._max_tokens * 2 * self._hidden_size * self._dtype.itemsize
         self.fixed_bytes = self._num_blocks * self._layout.block_bytes + input_bytes
         self._rows = Rows(1, config.max_running, self._max_blocks)

@@ -194,7 +194,7 @@ class DraftModel(Drafter):
         pool = allocate_pool(num_blocks, self._layout, self._device)
         slots = [(0, index) for index in range(self._layout.num_layers)]
         inputs = StepInputs(
-            self._rows, self._config.max_num_batched_tokens, self._config.block_size, self._device
+            self._rows, self._config.max_step_tokens, self._config.block_size, self._device
         )
         views = view_blocks(pool, self._layout)
         self._steps = RecordedSteps(self._model, views, slots, inputs)
@@ -203,7 +203,7 @@ class DraftModel(Drafter):
 
     @override
     def time_work(self) -> tuple[float, float]:
-        most = min(_NUM_TIMED_TOKENS, self._config.max_num_batched_tokens)
+        most = min(_NUM_TIMED_TOKENS, self._config.max_step_tokens)
         num_tokens = min(most, self._max_blocks * self._layout.block_size - _NUM_TIMED)
         tokens = (0,) * max(1, num_tokens - 1)
         return (
@@ -269,7 +269,7 @@ class DraftModel(Drafter):
         """Runs all known tokens, in as many steps as needed, and draws the first draft tokens."""
         pending = sorted((run for run in runs if run.num_pending), key=lambda run: run.num_pending)
         while pending:
-            room, chunks, drafting = self._config.max_num_batched_tokens, [], []
+            room, chunks, drafting = self._config.max_step_tokens, [], []
             for run in pending[:room]:
                 chunks.append(run.take(min(room, run.num_pending)))
                 room -= chunks[-1].num_tokens

@@ -19,7 +19,7 @@ from engine.batch import ChunkOutput, DraftWork, ScheduledBatch, ScheduledChunk
 from engine.config import EngineConfig
 from engine.draw_params import DrawParams
 from engine.runner import ModelInfo
-from engine.runtime.device import wait_for
+from engine.runtime.device import current, wait_for
 from engine.runtime.draws.rows import Rows
 from engine.runtime.draws.sampler import Scores, draw_record, draw_tokens
 from engine.runtime.weights.loader import LoadedModel
@@ -158,7 +158,8 @@ class Drafter(ABC):
         if not drawing:
             return proposed
         try:
-            draft_tokens = self._draft(drawing, states)
+            with current(self._device):  # the thread that reads a step's tokens may have another
+                draft_tokens = self._draft(drawing, states)
         except Exception:
             _logger.exception("drafting has failed; the step's sequences get no draft tokens")
             self._forget()

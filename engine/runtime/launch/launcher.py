@@ -1,5 +1,6 @@
 """`Launcher`: loads a model, sizes its pools and warms its steps up."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from engine.runtime.draws.logits_processors import (
     make_processors,
 )
 from engine.runtime.kv_pool import check_kv_cache_dtype, decide_layout, share_of
+from engine.runtime.launch.compile_ahead import compile_ahead, draw_once
 from engine.runtime.launch.pools import Pools
 from engine.runtime.launch.trial_steps import TrialSteps
 from engine.runtime.launch.worker_plan import plan_memory, start_threads
@@ -33,6 +35,7 @@ from engine.runtime.steps.steps import StepModel, Steps
 from engine.runtime.turns import Turns
 from engine.runtime.weights.loader import LoadedModel, layer_groups_of, load_model
 from kernels import EngineRanks
+from kernels.first_launch import check_launch
 from kvstore.mover.pool_objects import view_blocks
 
 __all__ = ["LaunchedModel", "Launcher"]
@@ -118,6 +121,8 @@ class Launcher:
         self._device = resolve_device(config.device, None if ranks is None else ranks.local_rank)
         check_kv_cache_dtype(config.kv_cache_dtype, self._device)
         self._is_on_cpu = self._device.type == "cpu"
+        if not self._is_on_cpu:
+            check_launch(self._device)  # before minutes of loading
         self._steps_type = _steps_type_of(part, self._device)
         if self._is_on_cpu:
             start_threads(config, self._num_local)
@@ -178,9 +183,12 @@ class Launcher:
             ConfigurationError: the pool cannot hold one request.
         """
         has_turns = self._is_on_cpu and self._part.num_stages == 1
-        turns = Turns(self._config.turns_folder if has_turns else None)
+        folder = self._config.turns_folder if has_turns else None
+        turns = Turns(folder, read_compiling_s=_compile_timer(self._device))
         with turns.wait_for_turn():  # so that no other engine's step distorts the times
             trials = self.trials()
+            if not self._is_on_cpu:
+                compile_ahead(self.parts_of_steps(trials), self._device)
             free_bytes = trials.profile(self._used_by_others)
             prompt_token_s = trials.time_prompt_token()
             pools = self._make_pools(free_bytes)
@@ -210,6 +218,20 @@ class Launcher:
             self._device,
             num_spare_blocks=self._steps_type.num_spare_blocks,
         )
+
+    def parts_of_steps(self, trials: TrialSteps) -> dict[str, Callable[[], object]]:
+        """Returns functions that together launch most kernels of steps, by name. They may run at
+        the same time: forward passes of several ranks, whose order must be the same, are not among
+        them.
+        """
+        config = self._config
+        parts: dict[str, Callable[[], object]] = {
+            "draws": lambda: draw_once(self._info.vocab_size, self._device)
+        }
+        if self._ranks is None:
+            parts["prompts"] = lambda: trials.run(config.max_step_tokens, 1)
+            parts["short chunks"] = lambda: trials.run(config.max_running, config.max_running)
+        return parts
 
     def _make_pools(self, free_bytes: int | None) -> Pools:
         drafter = self._drafter
@@ -256,7 +278,7 @@ class Launcher:
                 num_layer_groups=info.num_layer_groups,
                 block_size=info.layout.block_size,
                 max_rows=config.max_running,
-                max_tokens=config.max_num_batched_tokens,
+                max_tokens=config.max_step_tokens,
                 max_model_len=info.max_model_len,
                 enforce_eager=config.enforce_eager,
                 reports_processed=config.logprobs_mode == "processed_logprobs",
@@ -295,6 +317,15 @@ def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineCo
         windows=layer_groups.windows,
         states=states,
     )
+
+
+def _compile_timer(device: torch.device) -> Callable[[], float]:
+    """Returns a function that reads how long this process has compiled kernels for the device."""
+    if device.type != "cuda":
+        return lambda: 0.0
+    from kernels.triton.compile_clock import compile_clock  # an image for CPUs has no Triton
+
+    return compile_clock().read_s
 
 
 def _part_of(ranks: EngineRanks | None) -> ModelPart:

@@ -101,7 +101,7 @@ class Pools:
             num_bytes = least_of_all(ranks, num_bytes // _MEBIBYTE, device) * _MEBIBYTE
         draft_block_bytes = drafter.block_bytes if drafter else 0
         is_on_cpu = free_bytes is None
-        max_blocks = config.max_num_seqs * spec.blocks_for(max_len) if is_on_cpu else None
+        max_blocks = config.max_step_seqs * spec.blocks_for(max_len) if is_on_cpu else None
         num_slots = decide_num_slots(
             config, states, layout.block_bytes + draft_block_bytes, num_bytes, max_blocks
         )

@@ -1,5 +1,6 @@
 """`TrialSteps`: steps of dummy tokens, which measure memory and time before there is a pool."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,14 +72,12 @@ class TrialSteps:
             Bytes left for the pool; None on a CPU.
         """
         if self._is_on_cpu:
-            num_tokens = min(_WARM_UP_TOKENS, self._config.max_num_batched_tokens)
+            num_tokens = min(_WARM_UP_TOKENS, self._config.max_step_tokens)
             self.run(num_tokens, min(2, self._config.max_running))
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self.run(
-            self._config.max_num_batched_tokens, self._config.max_running, uses_all_memory=True
-        )
+        self.run(self._config.max_step_tokens, self._config.max_running, uses_all_memory=True)
         peak_reserved = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -95,6 +94,7 @@ class TrialSteps:
     def _measure_graphs(self) -> int:
         """Returns the number of bytes that the steps' CUDA graphs will need."""
         num_bytes = self._make_steps(*self._dummy_pool()).graph_bytes()
+        gc.collect()  # steps and their graphs refer to each other
         torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 
@@ -151,14 +151,15 @@ class TrialSteps:
 
         Other workers may start on the same cores, and routers compare replicas by this until
         prompts have been measured. So short chunks are timed more than once, and the fastest
-        counts.
+        counts. On a GPU that is not the first one, which allocates memory.
         """
-        num_tokens = self._config.max_num_batched_tokens
+        num_tokens = self._config.max_step_tokens
         if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
         times: list[float] = []
         began_at = time.perf_counter()
-        while not times or time.perf_counter() - began_at < _TIMED_S:
+        num_times = 1 if self._is_on_cpu else 2
+        while len(times) < num_times or time.perf_counter() - began_at < _TIMED_S:
             start = time.perf_counter()
             num_computed = self.run(num_tokens, max_seqs=1)
             times.append((time.perf_counter() - start) / num_computed)

@@ -106,9 +106,9 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """
     model = loaded.model.config
     itemsize: int = getattr(torch, loaded.dtype).itemsize
-    hidden = _COPIES * layer_bytes(model, config.max_num_batched_tokens, itemsize)
+    hidden = _COPIES * layer_bytes(model, config.max_step_tokens, itemsize)
     num_rows = config.max_running * (1 + config.max_drafts)
-    of_prompts = min(part_bytes(), config.max_num_batched_tokens * model.vocab_size * _FLOAT_BYTES)
+    of_prompts = min(part_bytes(), config.max_step_tokens * model.vocab_size * _FLOAT_BYTES)
     logits = _COPIES_OF_LOGITS * max(num_rows * model.vocab_size * _FLOAT_BYTES, of_prompts)
     rules = config.max_running * (config.max_model_len or model.max_model_len) * _FLOAT_BYTES
     return hidden + logits + rules

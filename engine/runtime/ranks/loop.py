@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.metrics.counts import RankReport
+from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.rank_batches import BatchReceiver
 from engine.runtime.ranks.hosts import HostRanks
@@ -84,7 +85,8 @@ def compute_batches(
         RanksLostError: another rank is lost.
         ConfigurationError: a flag or the checkpoint is bad.
     """
-    config = replace(config, turns_folder=None, logits_processors=())  # rank 0 has them
+    # Rank 0 has them.
+    config = replace(with_device_defaults(config), turns_folder=None, logits_processors=())
     connector = None
     try:
         if config.kv_connector:

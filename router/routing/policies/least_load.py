@@ -13,7 +13,7 @@ __all__ = ["LeastLoadPolicy", "load_of"]
 
 def load_of(score: Score) -> tuple[float, int, float, str]:
     """Returns what loads are sorted by, the least first: seconds, requests, blocks."""
-    used_share, _, num_requests = score.fullness
+    used_share, *_, num_requests = score.fullness
     return score.backlog_s, num_requests, used_share, score.replica_id
 
 

@@ -1,26 +1,26 @@
 """Parts of the benchmarks of a GPU that need none: sizes, floors, messages, launches ahead."""
 
 import json
-import math
 
 import pytest
 import torch
 
-from baton.cli import main
-from benchmarks import gpu_command, machine
+from benchmarks import machine
 from benchmarks.cli import _COMMANDS
-from benchmarks.gpu_command import FULL, SMOKE
 from benchmarks.kernels import timing
-from benchmarks.kernels.case import SIZES, DecoderShape
+from benchmarks.kernels.case import SIZES, ByteSpan, DecoderShape
 from benchmarks.kernels.measure import PRIMITIVES, make_cases
-from benchmarks.machine import slug
 from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
 from benchmarks.model_shape import read_shape
 from benchmarks.models import RANDOM_MODELS, offline_config, resolve_model, write_random_config
+from benchmarks.offline.step_floors import operations_floor_s
 from benchmarks.planned import PartReport, PlannedPart
 from engine.config import EngineConfig
+from scripts import gpu_first
+from scripts.gpu_first import CALLS, SECONDS
 from tests.support.bench_flags import parse_bench
 
+_BENCHES = [part for parts in CALLS.values() for part in parts if part.module == "benchmarks"]
 _CEILINGS = Ceilings(read_bytes_per_s=1e12, operations_per_s=1e14)
 
 
@@ -55,7 +55,7 @@ def test_sizes_are_those_that_a_token_uses(name, num_weights, num_attention_feat
     assert shape.num_attention_features == num_attention_features
 
 
-@pytest.mark.parametrize("part", [part for part in FULL if part.arguments[0] == "engine-step"])
+@pytest.mark.parametrize("part", [part for part in CALLS["first"] if part.name == "steps"])
 def test_the_engine_has_room_for_every_step_of_the_plan(part, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.models._MODELS_FOLDER", tmp_path)
     args = parse_bench(part.arguments)
@@ -66,7 +66,7 @@ def test_the_engine_has_room_for_every_step_of_the_plan(part, tmp_path, monkeypa
     assert config.device == "cuda"
 
 
-@pytest.mark.parametrize("part", [*FULL, *SMOKE])
+@pytest.mark.parametrize("part", _BENCHES)
 def test_every_part_is_a_benchmark_with_flags_that_it_knows(part):
     args = parse_bench(part.arguments)
     assert args.benchmark in _COMMANDS
@@ -95,8 +95,27 @@ def test_the_floor_of_a_large_step_is_its_operations():
     assert floor_s == pytest.approx(operations / 1e14)
 
 
-def test_a_slug_makes_a_file_name_of_a_device_name():
-    assert slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"
+def test_the_floor_of_operations_is_that_of_each_one_alone():
+    """A large product takes the time of its operations, the reads of KV that of their bytes."""
+    shape = DecoderShape(
+        width=64,
+        num_gated=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=1000,
+        has_tied_head=False,
+    )
+    ceilings = Ceilings(read_bytes_per_s=1e9, operations_per_s=1e11)
+    rows, context = 200, 500
+    spans = [ByteSpan(context - 1, 1)] * rows
+    matrices = [(64 + 2 * 32) * 64, 64 * 64, 2 * 128 * 64, 64 * 128]
+    products_s = 3 * sum(2 * rows * size / 1e11 for size in matrices)  # 200 rows: 2 > 0.4 / byte
+    attention_s = 3 * rows * context * 2 * 32 * 2 / 1e9
+    head_s = 2 * rows * 64 * 1000 / 1e11
+    floor_s = operations_floor_s(shape, spans, ceilings, num_drawn=rows)
+    assert floor_s == pytest.approx(products_s + attention_s + head_s)
 
 
 def test_all_missing_packages_are_named_in_one_line(monkeypatch):
@@ -153,47 +172,54 @@ def test_a_device_that_catches_up_with_the_host_raises_an_error():
         timing._launch_ahead(launch, 5, mark)
 
 
-# The command
+# The plan
 
 
 def test_the_two_commands_of_a_quarter_of_an_hour_fit_into_it():
-    from scripts.test_gpu import DEADLINE_S
+    starts_s = 2 * 60
+    assert SECONDS["first"] + SECONDS["second"] + starts_s <= 15 * 60
+    assert max(SECONDS["first"], SECONDS["second"]) <= 10 * 60
+    for call in ("first", "second"):
+        assert sum(part.weight for part in CALLS[call]) == pytest.approx(SECONDS[call])
 
-    starts_s = 2 * 90
-    assert math.ceil(DEADLINE_S + gpu_command._DEADLINE_S + starts_s) <= 15 * 60
+
+def test_few_files_come_back_from_a_command():
+    """A machine that is lent may return eight."""
+    assert all(1 + len(CALLS[call]) <= 8 for call in ("first", "second"))
 
 
-def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_command, "find_problem", lambda: "no CUDA device")
-    assert main(["bench", "gpu"]) == 2
-    assert capsys.readouterr().out == "bench gpu: no CUDA device; nothing was measured\n"
+def test_without_a_gpu_nothing_is_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu_first, "find_problem", lambda *needed: "no CUDA device")
+    assert gpu_first.main(["--out", str(tmp_path / "results")]) == 2
+    assert capsys.readouterr().out == "gpu-first: no CUDA device; nothing was run\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_run_writes_the_parts_so_far(tmp_path, monkeypatch):
     def interrupted(parts, folder, suffix, deadline_s):
-        yield PartReport(parts[0].name, 1.0, file="kernels_figures.json")
+        yield PartReport(parts[0].name, 1.0, file="kernels.json")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_command, "run_parts", interrupted)
-    path = tmp_path / "figures.json"
+    monkeypatch.setattr(gpu_first, "run_parts", interrupted)
+    parts = [PlannedPart("kernels", (), 1), PlannedPart("steps", (), 1)]
+    monkeypatch.setenv("BATON_COMMIT", "abc1234")
     with pytest.raises(KeyboardInterrupt):
-        gpu_command._run(
-            [PlannedPart("kernels", (), 1), PlannedPart("split", (), 1)], path, {}, 10.0
-        )
-    content = json.loads(path.read_text())
+        gpu_first.run_call("smoke", parts, tmp_path, 10.0)
+    content = json.loads((tmp_path / "smoke.json").read_text())
     assert not content["finished"]
-    assert [part["file"] for part in content["parts"]] == ["kernels_figures.json"]
-    assert list(tmp_path.iterdir()) == [path]
+    assert content["machine"]["commit"] == "abc1234"
+    assert [part["file"] for part in content["parts"]] == ["kernels.json"]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--part", "lunch"], "--part is 'lunch'; it must be one of kernels, steps"),
+        (["--part", "lunch"], "--part is 'lunch'; it must be one of machine, collect"),
+        (["--call", "second", "--part", "steps"], "it must be one of attention_sweep, kernels"),
         (["--deadline", "0"], "--deadline is 0.0; it must be > 0"),
-        (["--json", "/no/such/file"], "--json is /no/such/file; there is no folder /no/such"),
     ],
 )
-def test_bad_flags_are_refused(flags, message, capsys):
-    assert main(["bench", "gpu", "--smoke", *flags]) == 2
+def test_bad_flags_are_refused(flags, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        gpu_first.main(["--out", str(tmp_path), *flags])
     assert message in capsys.readouterr().err

@@ -10,12 +10,14 @@ from baton.cli import main
 from baton.common.errors import ConfigurationError
 from benchmarks import planned, record_command
 from benchmarks.cli import _COMMANDS
-from benchmarks.gpu_command import FULL
 from benchmarks.machine import instruction_set
 from benchmarks.planned import PlannedPart, choose_parts, run_parts, summarize_reports, time_for
 from benchmarks.record_command import PARTS
 from kernels.library.variants import VARIANTS
+from scripts.gpu_first import CALLS
 from tests.support.bench_flags import parse_bench
+
+FULL = CALLS["first"]
 
 
 def test_parts_share_the_time_left_by_weight():
@@ -86,6 +88,25 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(scripted, tmp_path,
         "fails: ended with status 1: no memory",
     ]
     assert summarize_reports([works]) == "nothing failed"
+
+
+def test_behind_an_essential_part_that_fails_nothing_runs(scripted, tmp_path):
+    parts = [
+        PlannedPart("fails", ("raise SystemExit('no kernel')",), 1, is_essential=True),
+        PlannedPart("works", (WRITES,), 1),
+    ]
+    fails, works = run_parts(parts, tmp_path, "", 600.0)
+    assert fails.problem == "ended with status 1: no kernel"
+    assert works.skipped == "fails failed"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_knows_its_time_gets_less_than_after_which_it_is_killed():
+    part = PlannedPart("tests", ("folder",), 1, module="scripts.gpu_tests", is_timed=True)
+    command = part.command(Path("out.json"), 60.0)
+    assert command[1:] == [
+        *("-m", "scripts.gpu_tests", "folder", "--deadline", "57", "--json", "out.json")
+    ]
 
 
 def test_a_part_writes_to_a_folder_relative_to_the_caller(scripted, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from baton.common.request.slo import Slo
 from benchmarks.router.overload import (
+    SMALL_MACHINE,
     Load,
     Outcome,
     Phase,
@@ -13,7 +14,6 @@ from benchmarks.router.overload import (
     overload_table,
     simulate,
 )
-from benchmarks.router.simulated_cluster import Machines
 
 SECONDS = 12.0
 WEIGHTS = {"flood": 1, "heavy": 2, "light": 1}
@@ -37,11 +37,11 @@ def test_the_goodput_stays_near_its_peak(peak, overloaded):
 
 def test_what_cannot_end_in_time_is_refused_at_once(overloaded):
     refused = overloaded.refused()
-    assert len(refused) >= 0.4 * len(overloaded.jobs)
+    assert len(refused) >= 0.4 * len(overloaded.requests)
     assert all(job.retry_after_s is not None for job in refused)
     assert overloaded.slow_refusals(0.05) <= 0.02
-    late = [job for job in overloaded.jobs if job.outcome == "late"]
-    assert len(late) <= 0.01 * len(overloaded.jobs)
+    late = [job for job in overloaded.requests if job.outcome == "late"]
+    assert len(late) <= 0.01 * len(overloaded.requests)
     assert overloaded.wasted_prefill(OVERLOAD) <= 0.01
 
 
@@ -58,12 +58,12 @@ def test_queues_of_replicas_would_not_share_by_weight():
 
 
 @pytest.mark.parametrize(
-    "machines",
-    [Machines(prefill_tokens_per_s=4000), Machines(num_blocks=100)],
+    "machine",
+    [replace(SMALL_MACHINE, prompt_token_s=1 / 4000), replace(SMALL_MACHINE, num_blocks=100)],
     ids=["prefill is short", "blocks are short"],
 )
-def test_whatever_is_short_nothing_is_computed_in_vain(machines):
-    load = replace(OVERLOAD, machines=machines)
+def test_whatever_is_short_nothing_is_computed_in_vain(machine):
+    load = replace(OVERLOAD, machine=machine)
     outcome = simulate(load)
     assert outcome.wasted_prefill(load) <= 0.02
     assert outcome.slow_refusals(0.05) <= 0.03
@@ -91,8 +91,8 @@ def test_the_router_holds_no_more_however_long_the_overload_lasts(overloaded):
 def test_stated_objectives_are_mostly_met_by_those_that_are_let_in():
     slo = Slo(ttft_s=0.5)
     outcome = simulate(replace(OVERLOAD, timeout_s=60.0, slo=slo))
-    done = [job for job in outcome.jobs if job.outcome == "done"]
-    met = [job for job in done if job.first_token_at - job.arrived_at <= slo.ttft_s]
+    done = [job for job in outcome.requests if job.outcome == "done"]
+    met = [job for job in done if job.first_token_s <= slo.ttft_s]
     assert len(met) >= 0.85 * len(done)
     assert {job.outcome for job in outcome.refused()} == {"SLO_TTFT"}
 

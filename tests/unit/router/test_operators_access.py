@@ -1,5 +1,7 @@
 """Who may call the router's ClusterService."""
 
+from pathlib import Path
+
 import pytest
 
 from baton.common.errors import PermissionDeniedError, UnauthenticatedError
@@ -116,3 +118,28 @@ def test_workers_that_announce_themselves_need_what_operators_need(tmp_path):
     with pytest.raises(PermissionDeniedError, match="no credential for operators and workers"):
         authorize_of("0.0.0.0")(REGISTRATION, Call())
     authorize_of("127.0.0.1")(REGISTRATION, Call())
+
+
+def check_http(host, header=None, token_file=None, **config):
+    cluster = CredentialsConfig(token_file=token_file)
+    RouterSecurity(RouterSecurityConfig(cluster=cluster, **config)).check_operator(host, header)
+
+
+def test_over_http_operators_show_the_clusters_token(tmp_path):
+    path = str(tmp_path / "token")
+    for header in (None, "", "Bearer", "Bearer wrong"):
+        with pytest.raises(UnauthenticatedError):
+            check_http("127.0.0.1", header, path)
+    check_http("0.0.0.0", f"Bearer {Path(path).read_text().strip()}", path)
+
+
+def test_over_http_without_a_token_operators_must_be_on_the_same_machine_without_keys(tmp_path):
+    check_http("127.0.0.1")
+    clients, _ = client_tls(tmp_path)
+    for host, config in (
+        ("0.0.0.0", {}),
+        ("127.0.0.1", {"tenants": TenantsConfig(api_key=("k" * 32,))}),
+        ("127.0.0.1", {"clients": clients}),
+    ):
+        with pytest.raises(PermissionDeniedError, match="--cluster-token-file"):
+            check_http(host, f"Bearer {'k' * 32}", **config)

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 
@@ -218,6 +219,35 @@ logging.getLogger("baton.test").info("room again")
     assert lines[-1].endswith("room again")
     (lost,) = (line for line in lines if "lines of the log were lost" in line)
     assert "WARNING baton.log 9 lines" in lost  # eight of the ten, and "printed"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_process_runs_on_while_nobody_reads_its_log(unbuffered):
+    """The one that reads it may be stopped (SIGSTOP), and the pipe be full."""
+    program = """
+import logging, sys
+from rpc.logs import start_logging
+start_logging("info", "text")
+for number in range(3000):
+    logging.getLogger("baton.test").info("line %d %s", number, "x" * 500)
+print("runs", flush=True)
+sys.stdin.readline()
+logging.getLogger("baton.test").info("read again")
+"""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+        try:
+            readable, _, _ = select.select([process.stdout], [], [], 60)
+            assert readable, "it waits for a reader"
+            _, log = process.communicate("\n", timeout=60)
+        finally:
+            process.kill()
+    lines = log.splitlines()
+    assert "line 0 " in lines[0]
+    assert any("lines of the log were lost: the reader is too slow" in line for line in lines)
+    assert lines[-1].endswith("read again")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

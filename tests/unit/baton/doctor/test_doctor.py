@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import namedtuple
-from contextlib import closing
+from contextlib import closing, nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from baton.doctor import (
     Finding,
     Level,
     connectors,
+    gpus,
     machine,
     native_kernels,
     nixl_reads,
@@ -478,3 +479,61 @@ def test_tune_parses_its_flags_without_torch():
     assert result.returncode == 2
     assert "--num-workers" in result.stderr
     assert "torch" not in result.stderr
+
+
+GPU = namedtuple("GPU", "name total_memory")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs, whose self-test is a finding of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: GPU("H200", 141 * GIB))
+    self_test = Finding("gpu kernels", Level.OK, "launched")
+    monkeypatch.setattr(gpus, "find_self_test", lambda topic, module: iter([self_test]))
+
+
+def test_gpus_are_named_with_their_compiler_and_a_launched_kernel(two_gpus, monkeypatch):
+    monkeypatch.setattr("kernels.first_launch.missing_for_launchers", lambda: None)
+    monkeypatch.setattr("kernels.first_launch.find_c_compiler", lambda: "/usr/bin/gcc")
+    lines = [(finding.topic, finding.level, finding.text) for finding in gpus.check_gpus()]
+    assert lines == [
+        ("gpu 0", Level.OK, "H200, 141 GiB"),
+        ("gpu 1", Level.OK, "H200, 141 GiB"),
+        ("gpu compiler", Level.OK, "/usr/bin/gcc compiles the launchers of GPU kernels"),
+        ("gpu kernels", Level.OK, "launched"),
+    ]
+
+
+def test_a_gpu_without_a_compiler_is_a_problem(two_gpus, monkeypatch):
+    missing = "there is no C compiler: apt-get install gcc libc6-dev"
+    monkeypatch.setattr("kernels.first_launch.missing_for_launchers", lambda: missing)
+    (finding,) = (finding for finding in gpus.check_gpus() if finding.level is Level.PROBLEM)
+    assert finding.text == f"kernels of GPUs cannot be compiled: {missing}"
+
+
+def test_machines_without_gpus_have_no_findings_of_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(gpus.check_gpus()) == []
+
+
+def test_the_self_test_launches_a_kernel_on_every_gpu(monkeypatch, capsys):
+    launched = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("engine.runtime.device.current", lambda device: nullcontext())
+    monkeypatch.setattr("kernels.first_launch.check_launch", launched.append)
+    assert gpus.main() == 0
+    assert launched == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert capsys.readouterr().out == "a kernel was compiled and launched on each of 2 GPUs\n"
+
+
+def test_the_self_test_tells_why_a_kernel_cannot_be_launched(monkeypatch, capsys):
+    def fail(device):
+        raise ConfigurationError("no kernel can be\nlaunched")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("engine.runtime.device.current", lambda device: nullcontext())
+    monkeypatch.setattr("kernels.first_launch.check_launch", fail)
+    assert gpus.main() == 1
+    assert capsys.readouterr().err == "no kernel can be launched\n"

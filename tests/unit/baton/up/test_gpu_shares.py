@@ -1,12 +1,15 @@
 """The GPUs that `baton serve` gives its workers, and what each takes of a shared one."""
 
+import argparse
 import asyncio
 
 import pytest
 
+from baton.cli import serve, serve_config
+from baton.cli.serve_config import cluster_config_from_args
 from baton.common.errors import ConfigurationError
 from baton.up import cluster, plan
-from baton.up.gpus import GPUS_VARIABLE, share_gpus, visible_gpus
+from baton.up.gpus import GPUS_VARIABLE, default_workers, share_gpus, visible_gpus
 from baton.up.plan import ClusterConfig, plan_cluster
 from engine.config import EngineConfig
 
@@ -23,6 +26,12 @@ def planned(monkeypatch, gpus, num_prefill=1, num_decode=1, **fields):
         engine(**fields), num_prefill=num_prefill, num_decode=num_decode
     )
     return plan_cluster(config).workers
+
+
+def parsed(flags):
+    parser = argparse.ArgumentParser()
+    serve.add_args(parser)
+    return parser.parse_args(flags)
 
 
 def gpus_of(workers):
@@ -70,6 +79,45 @@ def test_a_smaller_share_than_the_default_is_kept_where_all_workers_fit(given, e
     (share, _) = share_gpus(("0",), engine(), 2)
     divided = share.divide_memory(engine(gpu_memory_utilization=given))
     assert divided.gpu_memory_utilization == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "expected"),
+    [
+        ((), {}, (1, 1)),
+        (("0",), {}, (0, 1)),
+        (("0",), {"device": "cuda"}, (0, 1)),
+        (("0", "1"), {}, (1, 1)),
+        (("0", "1"), {"device": "cuda:1"}, (0, 1)),
+        (("0", "1"), {"device": "cpu"}, (1, 1)),
+        (("0", "1", "2"), {"tensor_parallel_size": 2}, (0, 1)),
+        (("0", "1", "2", "3"), {"tensor_parallel_size": 2}, (1, 1)),
+    ],
+)
+def test_one_gpu_gets_one_undivided_worker_unless_flags_say_otherwise(gpus, fields, expected):
+    assert default_workers(gpus, engine(**fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0, 1)),
+        (["--device", "cpu"], (1, 1)),
+        (["--prefill-workers", "1"], (1, 1)),
+        (["--decode-workers", "1"], (1, 1)),
+        (["--decode-workers", "2"], (1, 2)),
+    ],
+)
+def test_a_command_without_numbers_of_workers_asks_for_the_gpus(monkeypatch, flags, expected):
+    monkeypatch.setattr(serve_config, "visible_gpus", lambda: ("0",))
+    config = cluster_config_from_args(parsed(flags), "shm://x")
+    assert (len(config.model.prefill), len(config.model.decode)) == expected
+
+
+def test_nothing_is_asked_of_this_machine_where_ray_places_the_workers(monkeypatch):
+    monkeypatch.setattr(serve_config, "visible_gpus", lambda: ("0",))
+    config = cluster_config_from_args(parsed([]), "redis://127.0.0.1:1/0", is_on_ray=True)
+    assert (len(config.model.prefill), len(config.model.decode)) == (1, 1)
 
 
 def test_workers_on_the_cpu_get_no_gpus(monkeypatch):

@@ -1,5 +1,7 @@
 """The device chosen by a flag, and the defaults that depend on it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,6 +20,12 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda name: None)
+    set_memory(monkeypatch, 80)
+
+
+def set_memory(monkeypatch, gibibytes):
+    properties = SimpleNamespace(total_memory=gibibytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -46,6 +54,34 @@ def test_steps_are_bounded_by_time_on_a_cpu_unless_a_flag_changes_it():
     for device, chosen in (("cpu", 0), ("cuda", "auto"), ("cpu", 50.0)):
         config = EngineConfig(model="m", device=device, max_step_ms=chosen)
         assert with_device_defaults(config).max_step_ms == chosen
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("gibibytes", "utilization", "expected"),
+    [
+        (141, 0.9, (256, 8192)),
+        (80, 0.9, (256, 8192)),
+        (80, 0.45, (128, 4096)),  # one of two workers
+        (24, 0.9, (128, 4096)),
+        (16, 0.9, (64, 2048)),
+    ],
+)
+def test_steps_are_larger_the_more_memory_a_worker_may_use(
+    monkeypatch, gibibytes, utilization, expected
+):
+    set_memory(monkeypatch, gibibytes)
+    config = with_device_defaults(EngineConfig(model="m", gpu_memory_utilization=utilization))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+    assert (config.max_step_seqs, config.max_step_tokens) == expected
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_step_has_the_size_that_flags_give_it():
+    config = with_device_defaults(EngineConfig(model="m", max_num_seqs=7))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (7, 8192)
+    config = with_device_defaults(EngineConfig(model="m", device="cpu", max_num_batched_tokens=9))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 9)
 
 
 def test_fetched_tensors_are_copies():

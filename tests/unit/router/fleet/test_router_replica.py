@@ -192,7 +192,8 @@ async def test_failed_calls_eject_a_replica_until_a_probe_succeeds():
         call(GeneratorExit(), has_output=True)  # its client left with all it needed
     assert not replica.is_ejected
     assert replica.candidate().weight == 0.1
-    replica.load.draining = True
+    replica._load.take(worker_pb2.WorkerLoad(draining=True))
+    replica._note_change()
     for _ in range(5):
         call(UnavailableError("drains"))
     assert not replica.is_ejected

@@ -101,6 +101,17 @@ def test_the_log_keeps_the_last_records_and_the_last_of_an_id():
     assert log.find("d").request_id == "d"
 
 
+def test_the_slowest_of_the_kept_records_come_first(clock):
+    log = RequestLog(capacity=3)
+    for name, seconds in (("dropped", 9), ("a", 2), ("b", 5), ("c", 1)):
+        record = log.begin(name, "tiny", "chat")
+        record.arrived_at = clock.now
+        with log.recording(record, 1e9):
+            clock.now += seconds
+    assert [record.request_id for record in log.slowest(2)] == ["b", "a"]
+    assert len(log.slowest(10)) == 3
+
+
 @pytest.mark.parametrize(
     ("error", "deadline", "outcome"),
     [

@@ -27,6 +27,8 @@ def test_requests_are_those_of_all_processes():
         [
             state(num_running=2, finished={"stop": 1}, errors=errors[20::-1], times=[1, 2, 3]),
             state(num_running=3, finished={"stop": 2, "length": 1}, errors=errors[:20:-1]),
+            state(waiting={"m": 2, "n": 1}),
+            state(waiting={"m": 5}),
             state(failed={"INTERNAL": 1}, num_resumes=4, times=[100], uptime_s=7),
         ],
         silent=[3],
@@ -35,10 +37,11 @@ def test_requests_are_those_of_all_processes():
     assert (activity.num_running, activity.num_resumes) == (5, 4)
     assert dict(activity.finished) == {"stop": 3, "length": 1}
     assert dict(activity.failed) == {"INTERNAL": 1}
+    assert dict(activity.waiting) == {"m": 7, "n": 1}
     assert [error.request_id for error in activity.errors] == [str(i) for i in range(29, 9, -1)]
     assert (activity.first_token.count, activity.token.p50_ms) == (4, 3)
     assert activity.first_token.p99_ms == 100
-    assert (merged.uptime_s, merged.num_processes) == (7, 3)
+    assert (merged.uptime_s, merged.num_processes) == (7, 5)
     assert merged.warnings == ["process 3 of the router has not answered in time"]
 
 
@@ -70,3 +73,5 @@ def test_records_are_in_the_order_of_their_ends():
         for records in ([("b", 2, 100), ("a", 1, 100)], [("d", 0, 9000), ("c", 3, 100)])
     ]
     assert [trace.request_id for trace in merge_traces(answers, 3)] == ["d", "c", "b"]
+    slowest = merge_traces(answers, 2, slowest=True)
+    assert [trace.total_ms for trace in slowest] == [9000, 100]

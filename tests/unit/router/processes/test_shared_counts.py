@@ -20,6 +20,7 @@ from router.processes.shared_counts import (
     create_shared_counts,
     shared_counts_bytes,
 )
+from router.stages.admission import Admission
 from router.tenants.tenant import Tenant
 from router.tenants.token_bucket import TokenBucket
 from tests.support.tenants import Clock
@@ -228,3 +229,23 @@ def test_a_changed_rate_keeps_what_was_used_by_all(processes):
         pass
     with pytest.raises(ResourceExhaustedError, match="1 requests per minute"):
         lower.running().__enter__()
+
+
+def test_a_clients_share_of_the_places_is_that_of_all_processes(processes: Processes):
+    """The places are those of the whole router, too: spread over its processes, a client must not
+    get a share in each of them.
+    """
+    admissions = [Admission(100, processes.start(number)) for number in range(NUM_PROCESSES)]
+    admitted = [
+        admissions[number % NUM_PROCESSES].admit(f"flood-{number}", "flood")
+        for number in range(100)
+    ]
+    running = [request for request in admitted if refusal_of(request) is None]
+    assert len(running) == 80
+    other = admissions[0].admit("other", "other")
+    assert refusal_of(other) is None
+    processes.die(1)
+    for request in (*running, other):
+        request.__exit__(None, None, None)
+    assert [admission.num_running for admission in admissions] == [0] * NUM_PROCESSES
+    assert refusal_of(admissions[2].admit("again", "flood")) is None

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.block_key import BlockKeyChain
 from router.routing.cache_form import CacheForm
-from router.routing.cache_index import CacheIndex
+from router.routing.cache_index import CacheIndex, LastMatch
 
 FORM = CacheForm(tokens_per_block=4, max_blocks=(100,))
 KEYS = [bytes([i]) for i in range(12)]
@@ -210,6 +210,27 @@ def test_states_count_only_where_they_are_kept(index):
     assert cache.num_stored == 8
 
 
+def test_decisions_on_a_request_share_a_look_up_for_a_moment(index, clock):
+    cache, last = followed(index, "a"), LastMatch()
+    first = index.match(KEYS, MANY, last)
+    cache.store(0, KEYS[:3], None)
+    assert index.match(KEYS, MANY, last) is first
+    clock.now = 0.06
+    assert index.match(KEYS, MANY, last).blocks("a") == 3
+    assert last.match.blocks("a") == 3
+    assert index.match(KEYS, MANY, LastMatch()).blocks("a") == 3
+
+
+def test_a_prompt_that_is_sent_makes_others_look_again(index):
+    """They may begin alike: each of a burst must see where those before it went."""
+    followed(index, "a")
+    last = LastMatch()
+    assert index.match(KEYS, MANY, last).blocks("a") == 0
+    index.expect("unknown", KEYS)
+    index.expect("a", KEYS[:5])
+    assert index.match(KEYS, MANY, last).blocks("a") == 5
+
+
 def test_salts_separate_prompts(index):
     tokens = list(range(40))
     chains = [BlockKeyChain(b"n", 4, cache_salt=salt) for salt in ("", "x")]
@@ -223,18 +244,33 @@ def test_stores_are_told_apart_and_corrected(index, clock):
     index.stored.save(["s"], KEYS[:6], 10.0)
     index.stored.save(["t"], KEYS[:8], 10.0)
     match = index.match(KEYS, MANY)
-    assert [match.stored_blocks(ids) for ids in (["s"], ["s", "t"], ["u"], [])] == [6, 8, 0, 0]
+    stores = (("s",), ("s", "t"), ("u",), ())
+    assert [match.stored_blocks(ids) for ids in stores] == [6, 8, 0, 0]
     index.stored.remove(["t", "u"], KEYS[2:3])
-    assert match.stored_blocks(["t"]) == 2
+    assert match.stored_blocks(("s", "t")) == 8, "decisions on a request agree"
+    assert index.match(KEYS, MANY).stored_blocks(("t",)) == 2
     clock.now = 11.0
-    assert match.stored_blocks(["s"]) == 0
+    assert index.match(KEYS, MANY).stored_blocks(("s",)) == 0
+
+
+def test_a_block_that_a_store_lacked_for_a_moment_counts_again(index, clock):
+    """Nobody saves it again, as it is there."""
+    index.stored.save(["s"], KEYS[:6], 100.0)
+    index.stored.save(["t"], KEYS[:6], 20.0)
+    index.stored.remove(["s", "t"], KEYS[2:3])
+    stores = (("s",), ("t",))
+    assert [index.match(KEYS, MANY).stored_blocks(ids) for ids in stores] == [2, 2]
+    clock.now = 29.0
+    assert [index.match(KEYS, MANY).stored_blocks(ids) for ids in stores] == [2, 0]
+    clock.now = 30.0
+    assert [index.match(KEYS, MANY).stored_blocks(ids) for ids in stores] == [6, 0]
 
 
 def test_a_store_is_remembered_within_bounds(clock):
     index = CacheIndex(clock=clock)
     index.stored._max_keys = 4
     index.stored.save(["s"], KEYS[:6], 10.0)
-    assert index.match(KEYS, MANY).stored_blocks(["s"]) == 4
+    assert index.match(KEYS, MANY).stored_blocks(("s",)) == 4
     for number in range(100):
         index.stored.save([str(number)], KEYS[:1], 10.0)
     assert len(index.stored) == 16

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.pulls import PrefixHolder, Pull, PullCosts, choose_pull
+from router.routing.pulls import AnswerTime, PrefixHolder, Pull, PullCosts, choose_pull
 
 COSTS = PullCosts(compute_s=1e-3, load_s=1e-5, ask_s=0.01)
 BLOCK_SIZE = 16
@@ -101,3 +101,21 @@ def test_a_pull_saves_time_and_is_bounded(
     assert pull.num_tokens == (pull.num_blocks - cached_blocks) * BLOCK_SIZE
     assert 0 <= pull.wait_s <= min(pull.gain_s, 2.0)
     assert ask_s + pull.num_tokens * load_s <= pull.num_tokens * compute_s
+
+
+def test_answers_that_do_not_come_make_pulls_dearer_for_a_while() -> None:
+    now = [0.0]
+    answers = AnswerTime(lambda: now[0])
+    assert answers.expected_s == pytest.approx(0.01)
+    answers.add_failed(0.001)
+    assert answers.expected_s == pytest.approx(0.01), "a refusal comes at once"
+    for _ in range(20):
+        answers.add_failed(2.0)
+    costs = replace(COSTS, ask_s=answers.expected_s)
+    assert answers.expected_s > 1.5
+    assert choose(holder("a", 40, 0), costs=costs) is None
+    answers.add(0.5)
+    assert answers.expected_s < 1.8, "an answer that was quicker counts"
+    now[0] = 300.0
+    costs = replace(COSTS, ask_s=answers.expected_s)
+    assert choose(holder("a", 40, 0), costs=costs) is not None

@@ -1,5 +1,7 @@
 """Homes of sessions: bounded, forgotten after a time, apart for each client."""
 
+import itertools
+
 from router.routing.sessions import SessionHomes, session_key
 
 
@@ -43,6 +45,19 @@ def test_a_silent_session_is_forgotten() -> None:
     assert table.homes(b"a") == {}
     table.note(b"b", "prefill", "p1")
     assert len(table) == 1
+
+
+def test_sessions_that_were_all_silent_leave_a_few_at_a_time() -> None:
+    table, clock = homes(max_sessions=1000)
+    for number in range(1000):
+        table.note(b"%d" % number, "prefill", "p1")
+    clock.now = 10.0
+    sizes = [len(table)]
+    for number in range(1000, 1400):
+        table.note(b"%d" % number, "prefill", "p1")
+        sizes.append(len(table))
+    assert all(before - after <= 4 for before, after in itertools.pairwise(sizes))
+    assert sizes[-1] == 400, "those that are silent have left"
 
 
 def test_the_table_is_bounded_and_forgets_the_session_that_was_silent_longest() -> None:

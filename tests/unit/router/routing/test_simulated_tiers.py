@@ -1,131 +1,205 @@
 """Policies over simulated replicas, in virtual time: shares, homes of sessions, bursts."""
 
+import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.router.simulation.cluster import SimulatedCluster
+from benchmarks.router.simulation.replica import Machine
+from benchmarks.router.simulation.requests import SimulatedRequest
+from benchmarks.router.simulation.router import SimulatedRouter
+from benchmarks.router.simulation.virtual_time import run_in_virtual_time
 from router.routing.policies import make_policy
 from router.routing.policy import PolicySettings
-from tests.support.simulated_tier import BLOCK_SIZE, Job, SimulatedTier, VirtualTime
+
+BLOCK_SIZE = 16
+PREFILL = Machine(
+    prompt_token_s=1e-4, prompt_s=0.0, kv_bytes_per_token=0, num_blocks=4096, block_size=BLOCK_SIZE
+)
+# A step of 64 sequences takes 50 ms, as long as 64 steps of one.
+DECODE = replace(PREFILL, step_s=0.05 / 64, sequence_s=0.05 / 64, num_seats=64, num_blocks=8192)
+QUICK = replace(
+    PREFILL, prompt_token_s=1e-9, step_s=1e-6, sequence_s=0.0, num_seats=4096, num_blocks=65536
+)
+"""The other tier, which nothing waits for."""
 
 
-def keys_of(name, num_blocks):
-    return [f"{name}/{index}".encode() for index in range(num_blocks)]
+class Tiers(SimulatedRouter):
+    """A router over its own replicas, which remembers what it has chosen."""
+
+    def __init__(self, policy, prefill, decode, max_delay_s=1.0):
+        cluster = SimulatedCluster(prefill, decode)
+        settings = PolicySettings(max_affinity_delay_s=max_delay_s)
+        # Prefill computes all prompts.
+        super().__init__(make_policy(policy, settings), cluster.prefill, cluster.decode, 0)
+        self.prefill, self.decode = cluster.prefill, cluster.decode
+        self.placed = []
+        cluster.start([self])
+
+    def place(self, request, decode_ids=None):
+        placed = super().place(request, decode_ids)
+        self.placed.append((request, placed))
+        return placed
+
+    async def serve_poisson(self, requests, per_second):
+        """Sends requests in an open loop, and waits until all have ended."""
+        rng = random.Random(1)
+        async with asyncio.TaskGroup() as tasks:
+            await asyncio.sleep(0.01)  # the first reports
+            for request in requests:
+                await asyncio.sleep(rng.expovariate(per_second))
+                tasks.create_task(self.send(request))
+
+    async def send(self, request):
+        request.arrival_s = asyncio.get_running_loop().time()
+        await self.serve(request)
 
 
-def tier_of(policy, speeds, **options):
-    time = VirtualTime()
-    settings = PolicySettings(max_affinity_delay_s=options.pop("max_delay_s", 1.0))
-    return SimulatedTier(make_policy(policy, settings), time, speeds, **options), time
+def slower(machine):
+    """Half as fast."""
+    return replace(
+        machine,
+        prompt_token_s=2 * machine.prompt_token_s,
+        step_s=2 * machine.step_s,
+        sequence_s=2 * machine.sequence_s,
+    )
 
 
-def send_poisson(tier, time, send, num_jobs, per_second, make_job, seed=1):
-    """Sends jobs in an open loop; returns them once all have ended."""
-    rng, jobs, moment = random.Random(seed), [], 0.0
-    for number in range(num_jobs):
-        moment += rng.expovariate(per_second)
-        jobs.append(make_job(number))
-        time.after(moment, lambda job=jobs[-1]: send(job))
-    time.run(moment + 1000)
-    return jobs
+def request_of(name, num_blocks, common=()):
+    keys = [*common, *(f"{name}/{index}".encode() for index in range(num_blocks))]
+    return SimulatedRequest(0, 0.0, len(keys) * BLOCK_SIZE + 1, 100, keys)
+
+
+def shares(policy, tier, num_requests, per_second, num_blocks):
+    """The numbers of requests that a fast, a slow and a fast replica of a tier get."""
+
+    async def run():
+        fast = PREFILL if tier == "prefill" else DECODE
+        machines = [fast, slower(fast), fast]
+        both = (machines, [QUICK]) if tier == "prefill" else ([QUICK], machines)
+        tiers = Tiers(policy, *both)
+        requests = [request_of(number, num_blocks) for number in range(num_requests)]
+        await tiers.serve_poisson(requests, per_second)
+        return [replica.num_requests for replica in getattr(tiers, tier)]
+
+    return run_in_virtual_time(run())
 
 
 @pytest.mark.parametrize("policy", ["prefix", "least-load"])
 def test_a_prefill_replica_that_is_half_as_fast_gets_half_the_work(policy):
-    tier, time = tier_of(policy, [1.0, 0.5, 1.0])
-    # 250 prompts of 400 tokens per second are all that the three can compute.
-    send_poisson(tier, time, tier.prefill, 3000, 62.5, lambda n: Job(keys_of(n, 25)))
-    fast, slow, other = (replica.num_served for replica in tier.replicas)
+    # The three compute 62.5 prompts of 400 tokens per second.
+    fast, slow, other = shares(policy, "prefill", 1200, 62.5, 25)
     assert slow / ((fast + other) / 2) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "least-load"])
 def test_a_decode_replica_that_is_half_as_fast_gets_half_the_work(policy):
-    tier, time = tier_of(policy, [1.0, 0.5, 1.0])
     # The three generate 3,200 tokens per second.
-    send_poisson(tier, time, tier.decode, 2000, 25.0, lambda n: Job(keys_of(n, 10)))
-    fast, slow, other = (replica.num_served for replica in tier.replicas)
+    fast, slow, other = shares(policy, "decode", 1500, 25.0, 10)
     assert slow / ((fast + other) / 2) == pytest.approx(0.5, rel=0.1)
 
 
-def test_power_of_two_and_consistent_hash_spare_a_slow_replica():
-    for policy in ("power-of-two", "consistent-hash"):
-        tier, time = tier_of(policy, [1.0, 0.5, 1.0])
-        send_poisson(tier, time, tier.decode, 1000, 25.0, lambda n: Job(keys_of(n, 10)))
-        fast, slow, other = (replica.num_served for replica in tier.replicas)
-        assert slow < 0.8 * min(fast, other), policy
+@pytest.mark.parametrize("policy", ["power-of-two", "consistent-hash"])
+def test_power_of_two_and_consistent_hash_spare_a_slow_replica(policy):
+    fast, slow, other = shares(policy, "decode", 1000, 25.0, 10)
+    assert slow < 0.8 * min(fast, other)
 
 
-def run_sessions(policy, num_turns=8, num_sessions=24, seconds_between=2.0, **options):
-    """Conversations whose prompts grow; returns the tier and its jobs."""
-    tier, time = tier_of(policy, [1.0] * 4, **options)
-    jobs = []
-    for turn in range(num_turns):
-        for session in range(num_sessions):
-            job = Job(keys_of(session, 20 * (turn + 1)))
-            jobs.append((session, job))
-            moment = turn * seconds_between + session * seconds_between / num_sessions
-            time.after(moment, lambda job=job: tier.prefill(job))
-    time.run(1000)
-    return tier, jobs
+def run_sessions(policy):
+    """Conversations whose prompts grow: 24 of 8 turns on four prefill replicas."""
+
+    async def run():
+        tiers = Tiers(policy, [PREFILL] * 4, [QUICK])
+        async with asyncio.TaskGroup() as tasks:
+            for turn in range(8):
+                for session in range(24):
+                    await asyncio.sleep(2.0 / 24)
+                    request = request_of(session, 20 * (turn + 1))
+                    tasks.create_task(tiers.send(request))
+        return tiers
+
+    return run_in_virtual_time(run())
+
+
+def num_reused(tiers):
+    return sum(replica.kv.num_hits for replica in tiers.prefill)
 
 
 def test_sessions_stay_where_they_are_cached():
-    tier, jobs = run_sessions("prefix")
-    homes = {session: {job.replica for s, job in jobs if s == session} for session, _ in jobs}
+    tiers = run_sessions("prefix")
+    homes = {}
+    for request, placed in tiers.placed:
+        homes.setdefault(request.keys[0], set()).add(placed.prefill.worker_id)
     assert all(len(replicas) == 1 for replicas in homes.values())
-    assert len({job.replica for _, job in jobs}) == 4
-    num_reused = sum(replica.num_hit_tokens for replica in tier.replicas)
-    assert num_reused == sum((len(job.keys) - 20) * BLOCK_SIZE for _, job in jobs)
-    others, _ = run_sessions("power-of-two")
-    assert sum(replica.num_hit_tokens for replica in others.replicas) < 0.7 * num_reused
+    assert len(set.union(*homes.values())) == 4
+    reusable = sum((len(request.keys) - 20) * BLOCK_SIZE for request, _ in tiers.placed)
+    assert num_reused(tiers) == reusable
+    assert num_reused(run_sessions("power-of-two")) < 0.7 * reusable
 
 
-def test_a_session_leaves_its_home_when_the_delay_is_too_long():
-    for max_delay_s, leaves in ((5.0, False), (0.2, True)):
-        tier, time = tier_of("prefix", [1.0, 1.0], max_delay_s=max_delay_s)
-        first = Job(keys_of("talk", 600))  # computed in 0.96 s
-        tier.prefill(first)
-        time.run(1.0)
+@pytest.mark.parametrize(("max_delay_s", "leaves"), [(5.0, False), (0.2, True)])
+def test_a_session_leaves_its_home_when_the_delay_is_too_long(max_delay_s, leaves):
+    async def run():
+        tiers = Tiers("prefix", [PREFILL] * 2, [QUICK], max_delay_s)
+        await asyncio.sleep(0.01)
+        await tiers.send(request_of("talk", 600))  # computed in 0.96 s
+        home = tiers.placed[0][1].prefill
         # A long prompt keeps the home busy for 1.6 s.
-        tier.replicas[first.replica].prefill(Job(keys_of("other", 1000)), lambda: None)
-        time.run(1.1)
-        second = Job(keys_of("talk", 900))
-        tier.prefill(second)
-        assert (second.replica != first.replica) == leaves
-        time.run(10.0)
-        assert (second.started_after_s < 1.5) == leaves
+        other = asyncio.create_task(home.compute(request_of("other", 1000)))
+        await asyncio.sleep(0.1)
+        request = request_of("talk", 900)
+        await tiers.send(request)
+        await other
+        return tiers.placed[1][1].prefill is not home, request.first_token_s
+
+    has_left, first_token_s = run_in_virtual_time(run())
+    assert has_left == leaves
+    assert (first_token_s < 1.5) == leaves
+
+
+def burst(policy, prefill, decode, requests):
+    """The replicas that requests get which come at once, and what is on decode at the end."""
+
+    async def run():
+        tiers = Tiers(policy, prefill, decode, max_delay_s=0.2)
+        await asyncio.sleep(0.01)
+        async with asyncio.TaskGroup() as tasks:
+            for request in requests:
+                tasks.create_task(tiers.send(request))
+        await asyncio.sleep(1.0)
+        left = [tiers.loads[replica.worker_id].candidate(1.0) for replica in tiers.decode]
+        assert all(candidate.num_requests == 0 for candidate in left)
+        return [placed for _, placed in tiers.placed]
+
+    return run_in_virtual_time(run())
 
 
 @pytest.mark.parametrize("num_requests", [256, 512])
 @pytest.mark.parametrize("policy", ["prefix", "least-load", "round-robin"])
 def test_a_burst_of_single_turns_uses_every_decode_replica(policy, num_requests):
-    tier, time = tier_of(policy, [1.0] * 5)
-    for number in range(num_requests):
-        tier.decode(Job(keys_of(number, 10)))
-    counts = Counter(choice.replica_id for choice in tier.choices)
+    requests = [request_of(number, 10) for number in range(num_requests)]
+    placed = burst(policy, [QUICK], [DECODE] * 5, requests)
+    counts = Counter(each.decode.worker_id for each in placed)
     assert len(counts) == 5
     assert max(counts.values()) <= 1.05 * min(counts.values()) + 1
-    time.run(1000)
-    assert all(replica.load.candidate(1.0).num_requests == 0 for replica in tier.replicas)
 
 
 @pytest.mark.parametrize("policy", ["power-of-two", "consistent-hash"])
 def test_random_policies_use_every_decode_replica(policy):
-    tier, _ = tier_of(policy, [1.0] * 5)
-    for number in range(256):
-        tier.decode(Job(keys_of(number, 10)))
-    counts = Counter(choice.replica_id for choice in tier.choices)
-    assert min(counts.values()) > 30
+    requests = [request_of(number, 10) for number in range(256)]
+    placed = burst(policy, [QUICK], [DECODE] * 5, requests)
+    counts = Counter(each.decode.worker_id for each in placed)
+    assert min([counts[f"decode-{number:04}"] for number in range(5)]) > 30
 
 
 def test_a_burst_with_a_common_prefix_spreads_over_prefill_replicas():
     """One replica is warm at first; its queue sends the others elsewhere."""
-    tier, _ = tier_of("prefix", [1.0] * 4, max_delay_s=0.2)
-    common = keys_of("common", 100)
-    for number in range(200):
-        tier.prefill(Job([*common, *keys_of(number, 50)]))
-    counts = Counter(choice.replica_id for choice in tier.choices)
+    common = request_of("common", 100).keys
+    requests = [request_of(number, 50, common) for number in range(200)]
+    placed = burst("prefix", [PREFILL] * 4, [QUICK], requests)
+    counts = Counter(each.prefill.worker_id for each in placed)
     assert len(counts) == 4
     assert max(counts.values()) < 1.3 * min(counts.values())

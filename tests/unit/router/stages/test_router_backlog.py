@@ -306,6 +306,24 @@ def test_a_request_that_waited_is_not_started_if_it_could_not_even_end_alone():
         backlog.check_start(2.0, max_tokens=16)
 
 
+def test_a_request_that_waited_is_not_started_if_its_first_token_would_be_late():
+    backlog, clock = make_backlog()
+    backlog.check_start(9.0, 16, 0.001)
+    with backlog.place(0) as place:
+        clock.now += 5.0  # waits for a replica
+        backlog.start(place)
+        clock.now += 0.3
+        backlog.begin(place)
+    backlog.check_start(9.0, 16, 0.4)
+    with pytest.raises(ResourceExhaustedError, match="x-slo-ttft-ms") as caught:
+        backlog.check_start(9.0, 16, 0.2)
+    assert caught.value.reason == Reason.SLO_TTFT
+    clock.now += 60.0  # nothing was heard for long
+    backlog.check_start(9.0, 16, 0.2)
+    with pytest.raises(ResourceExhaustedError, match="waited too long"):
+        backlog.check_start(9.0, 16, -0.1)
+
+
 def test_a_tenant_waits_for_its_own_requests_and_for_as_many_turns_of_others():
     backlog, clock = make_backlog(num_seats=1)
     begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)

@@ -1,23 +1,21 @@
-"""Runs the tests of the Triton kernels and of the device runtime on this machine's GPU.
+"""Runs files of tests on a GPU, each in a process of its own: a part of `make gpu-first`.
 
-    python3 -m scripts.test_gpu        # from the repository's root
+    python3 -m scripts.gpu_tests tests/triton --processes 12 --json kernel_tests.json
 
-Each test file runs in its own process, so that a faulting kernel breaks the CUDA context of its
-own file only. The kernels' files run in parallel, because compiling them on the CPU takes longer
-than running them on the GPU. The runtime's files run alone, because they measure memory. Tests
-marked slow run last. The report gpu_tests.json, in the folder BATON_RESULTS_FOLDER or else in
-benchmarks/results, is rewritten after each file.
-Exit status: 0 if all tests passed, 1 if a test failed or time ran out, 2 without a CUDA device or
-a required module.
+A kernel that faults breaks the CUDA context of its own file only. The kernels' files run in
+parallel, because compiling them on the CPU takes longer than running them on the GPU; the
+runtime's files run alone, because they measure memory. The report is rewritten after each file.
+Exit status: 0 if all tests passed, 1 if a test failed or time ran out.
 """
 
+import argparse
 import json
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from baton.common.machine_limits import usable_cores
-from benchmarks.machine import describe_gpu_machine, find_problem, results_folder
+from benchmarks.machine import describe_gpu_machine
 from benchmarks.output import write_results
 from benchmarks.planned import run_timed
 
+__all__ = ["FileRun", "in_words", "main", "run_file", "run_suite", "summarize"]
+
 ROOT = Path(__file__).resolve().parents[1]
-REPORT_NAME = "gpu_tests.json"
-DEADLINE_S = 450.0  # with `make bench-gpu` and both starts, a quarter of an hour
-_MODULES = ("pytest", "pytest_timeout", "hypothesis")
-_MAX_PROCESSES = 12
 _QUICK, _SLOW = "not slow", "slow"  # pytest's mark expressions
 _MAY_BE_SLOW = re.compile(r"mark\.(slow|sampled)")
 # Exit statuses of pytest; the second one means that a file could not be collected.
@@ -63,26 +59,43 @@ class FileRun:
 
 
 def main() -> int:
-    """Runs all tests on the GPU and writes the report; returns the exit status."""
-    problem = find_problem("gpu,test", _MODULES)
-    if problem is not None:
-        print(f"test-gpu: {problem}; nothing was run")
-        return 2
-    tests, path = ROOT / "tests", results_folder() / REPORT_NAME
-    report = run_suite(tests / "triton", tests / "gpu", "cuda", DEADLINE_S, path)
+    """Runs the tests that the arguments name, and writes the report; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("paths", nargs="+", type=Path, help="folders or files of tests")
+    parser.add_argument("--processes", type=int, default=1, help="files that run side by side")
+    parser.add_argument(
+        "--slow", action="store_true", help="run the tests marked slow, not the others"
+    )
+    parser.add_argument("--device", default="cuda", help="cpu for Triton's interpreter")
+    parser.add_argument("--deadline", type=float, default=450.0, help="then files are killed")
+    parser.add_argument("--json", type=Path, required=True, help="the report")
+    args = parser.parse_args()
+    report = run_suite(
+        args.paths,
+        _SLOW if args.slow else _QUICK,
+        args.processes,
+        args.device,
+        args.deadline,
+        args.json,
+    )
     print(in_words(report))
-    print(f"written: {path}")
     return 0 if report["all_passed"] else 1
 
 
 def run_suite(
-    kernels: Path, runtime: Path, device: str, deadline_s: float, path: Path
+    paths: Sequence[Path],
+    marks: str,
+    num_processes: int,
+    device: str,
+    deadline_s: float,
+    path: Path,
 ) -> dict[str, Any]:
-    """Runs two folders of tests.
+    """Runs files of tests.
 
     Args:
-        kernels: folder whose files run in parallel.
-        runtime: folder whose files run one after another.
+        paths: the files, or folders of them.
+        marks: expression of pytest's that selects the tests: "slow" or "not slow".
+        num_processes: the most files that run side by side.
         device: "cuda", or "cpu" for Triton's interpreter.
         deadline_s: seconds after which processes that still run are killed.
         path: file for the report, rewritten after each test file and at the end.
@@ -92,7 +105,7 @@ def run_suite(
     """
     began = time.monotonic()
     header = {
-        "what": "tests of the Triton kernels and of the device runtime",
+        "what": f"tests of {', '.join(map(str, paths))}, {marks}",
         "machine": describe_gpu_machine(device),  # before the report changes the working tree
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -104,26 +117,13 @@ def run_suite(
         write_results(path, report)
         return report
 
-    for run in _run_files(kernels, runtime, device, began + deadline_s):
-        runs.append(run)
-        print(_line(run), flush=True)
-        write(is_finished=False)
+    run = partial(run_file, marks=marks, device=device, ends_at=began + deadline_s)
+    with ThreadPoolExecutor(min(usable_cores(), num_processes)) as threads:
+        for ended in as_completed(threads.submit(run, file) for file in _files(paths, marks)):
+            runs.append(ended.result())
+            print(_line(runs[-1]), flush=True)
+            write(is_finished=False)
     return write(is_finished=True)
-
-
-def _run_files(kernels: Path, runtime: Path, device: str, ends_at: float) -> Iterator[FileRun]:
-    """Yields the result of each file as soon as it has ended."""
-    side_by_side = min(usable_cores(), _MAX_PROCESSES)
-    for folder, marks, width in (
-        (kernels, _QUICK, side_by_side),
-        (runtime, _QUICK, 1),
-        (kernels, _SLOW, side_by_side),
-        (runtime, _SLOW, 1),
-    ):
-        run = partial(run_file, marks=marks, device=device, ends_at=ends_at)
-        with ThreadPoolExecutor(width) as threads:
-            ended = as_completed(threads.submit(run, file) for file in _files(folder, marks))
-            yield from (future.result() for future in ended)
 
 
 def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
@@ -181,9 +181,14 @@ def in_words(report: dict[str, Any]) -> str:
     return "\n".join([*failures, *problems, f"{counts} in {report['seconds']} s on {device}"])
 
 
-def _files(folder: Path, marks: str) -> list[Path]:
+def _files(paths: Iterable[Path], marks: str) -> list[Path]:
     """Returns the test files; for slow tests, only the files that may have some."""
-    files = sorted(folder.glob("test_*.py"))
+    folders = [path.resolve() for path in paths]
+    files = [
+        file
+        for folder in folders
+        for file in ([folder] if folder.is_file() else sorted(folder.glob("test_*.py")))
+    ]
     return [file for file in files if marks != _SLOW or _MAY_BE_SLOW.search(file.read_text())]
 
 
