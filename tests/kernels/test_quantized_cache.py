@@ -63,6 +63,33 @@ def test_attention_reads_the_rounded_cache(step, dtype, narrow_dtype, sliding_wi
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("num_heads", [2, 40], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_is_read_as_its_number(dtype, narrow_dtype, num_heads):
+    """One sequence of two tokens, whose K are 0 and one number, for each number."""
+    views = _new_pool(1, 16, 32, narrow_dtype)
+    states, scales = views.states[:, _LAYER], views.scales[:, _LAYER]
+    states.view(torch.uint8).fill_(0)
+    scales.fill_(1.0)
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(states.dtype)
+    numbers = numbers[numbers.float().isfinite() & (numbers.float().abs() > 0)]
+    query = torch.zeros(1, num_heads, 32, dtype=dtype)
+    _, meta = step_metadata([(1, 1)], [[0]], 16)
+    for number in numbers:
+        states[0, 0, :, 1, 5] = number
+        states[0, 1, :, 1] = number
+        value = number.double().item()
+        query[..., 5] = 1.0 if value > 0 else -1.0
+        output = kernels.paged_attention(
+            query, states, meta, scale=1 / abs(value), kv_scales=scales
+        )
+        share = torch.tensor([0.0, 1.0]).double().softmax(0)[1]
+        expected = torch.full_like(output, share * value)
+        torch.testing.assert_close(output, expected, atol=0, rtol=4 * eps_of(dtype))
+
+
 @pytest.mark.parametrize("narrow_dtype", NARROW_DTYPES)
 def test_a_step_writes_its_slots_and_no_others(narrow_dtype):
     views = _new_pool(5, 4, 3, narrow_dtype)

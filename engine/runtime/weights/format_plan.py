@@ -27,7 +27,7 @@ _NO_KERNELS = "for which this device and --dtype have no kernels"
 _CUT_BLOCKS = "whose blocks --tensor-parallel-size divides"
 _STORED_DENSELY = "which the model stores densely"
 _MIXED = "beside parts of one weight in other formats"
-_INPUTS_OF_SCALE = 32  # consecutive inputs that fast products round with one scale
+_INPUTS_OF_SCALE = 32  # consecutive inputs that fast products round with one scale, or two of 16
 _WITH_SCALE_OF_ROW = frozenset([FORMATS["FP8"]])  # fast products round a whole row with one scale
 
 FormatOf = Callable[[str], WeightFormat | None]

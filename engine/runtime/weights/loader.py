@@ -68,6 +68,7 @@ _logger = logging.getLogger("baton.engine")
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
 """Types of device to which weights are copied through buffers (`weight_upload`)."""
+_FAST_PRODUCTS = "fast 2"  # other KV than "fast", which rounded all inputs by 32
 _PIECE_ELEMENTS = 2**19  # two mebibytes of float32
 
 # A tensor in a file: (file, its name in the file, the model's name for it).
@@ -370,10 +371,10 @@ def _fast_variant(
     """Returns a text for the fingerprint that says how a rank computes fast products."""
     ranks = model.part.ranks
     if ranks is None:
-        return "fast"
+        return _FAST_PRODUCTS
     layers = model if model.part.num_stages == 1 else described.build(ModelPart(ranks))
     is_divided = divides_blocks(layers, format_of, served.fast)
-    return f"fast on {ranks.size} ranks " if is_divided else "fast"
+    return f"{_FAST_PRODUCTS} on {ranks.size} ranks" if is_divided else _FAST_PRODUCTS
 
 
 def _opener(checkpoint: Checkpoint, scheme: Scheme | None, dtype: torch.dtype) -> OpenFile:

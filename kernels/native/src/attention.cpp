@@ -4,7 +4,9 @@
 // one. Tiles begin at multiples of 128 of a sequence's positions, so a token's result depends
 // neither on the chunk it was computed in nor on other sequences.
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -12,9 +14,11 @@
 #include "cached_tokens.h"
 #include "commands.h"
 #include "lanes.h"
+#include "query_operands.h"
 #include "running_softmax.h"
 #include "tile.h"
 #include "tile_panels.h"
+#include "unit_groups.h"
 #include "unit_tiles.h"
 
 namespace baton {
@@ -44,45 +48,58 @@ class UnitAttention {
         has_merged_(unit.segment < 0 && has_several_segments()),
         tiles_(job, plan, unit) {}
 
+  // memory: `memory_bytes` of the unit's own, and `tile_bytes` that units in turn may share.
   // partials: rows of the units of one segment.
-  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory,
-                const RowStates& partials)
+  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, char* memory,
+                char* tile_memory, const RowStates& partials)
       : UnitAttention(job, plan, unit) {
     if (unit.segment >= 0) states_ = partials.from(unit.first_partial);
-    place_memory(memory);
+    place_memory(memory, tile_memory);
   }
 
   int64_t memory_bytes() const {
-    return 2 * RowStates::num_bytes(num_rows_, width_) + 12 * num_rows_ +
-           4 * (kTileTokens * width_ +
-                kTileTokens * head_groups_ + kTileRows * kTileTokens) +
-           static_cast<int64_t>(sizeof(Operand)) *
-               (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
-           64 * 9;
+    const int64_t query_bytes = static_cast<int64_t>(sizeof(Operand)) * num_rows_ * head_groups_;
+    return round_up(
+        2 * RowStates::num_bytes(num_rows_, width_) + 12 * num_rows_ + query_bytes + 64 * 5, 64);
   }
+
+  int64_t tile_bytes() const {
+    const int64_t weight_bytes = static_cast<int64_t>(sizeof(Operand)) * kTileRows * kTokenGroups;
+    return round_up(
+        4 * kTileTokens * (width_ + head_groups_ + kTileRows) + weight_bytes + 64 * 4, 64);
+  }
+
+  // Units that read the same tiles, each of another KV head, may be computed together.
+  bool has_few_rows() const { return num_rows_ <= kTileRows; }
 
   void find_first_tile(TileTokens<Kv>& tokens) const { find(tiles_.first(), tokens); }
 
-  // Expects the unit's own first tile in `tokens`, and leaves the first tile of unit `after` there.
-  void run(TileTokens<Kv>& tokens, const UnitAttention* after) {
-    std::fill_n(segments_, num_rows_, -1);
-    for (int64_t row = 0; row < num_rows_; ++row) states_.clear(row);
-    Tile tile = tiles_.first();
+  // Computes units of the same tokens tile by tile: the heads of a block lie side by side, so that
+  // memory is read in longer runs. Expects the first unit's first tile in `tokens`, and leaves the
+  // first tile of unit `after` there.
+  template <class Units>
+  static void run(Units& units, int count, TileTokens<Kv>& tokens, const UnitAttention* after) {
+    UnitAttention& first = *units[0];
+    Tile tile = first.tiles_.first();
     for (bool is_last = false; !is_last;) {
-      tokens.advance();
       Tile next = tile;
-      is_last = !tiles_.advance(next);
-      if (!is_last) {
-        find(next, tokens);
-      } else if (after) {
-        after->find_first_tile(tokens);
-      } else {
-        tokens.find_none();
+      is_last = !first.tiles_.advance(next);
+      for (int number = 0; number < count; ++number) {
+        tokens.advance();
+        if (number + 1 < count) {
+          units[number + 1]->find(tile, tokens);
+        } else if (!is_last) {
+          first.find(next, tokens);
+        } else if (after) {
+          after->find_first_tile(tokens);
+        } else {
+          tokens.find_none();
+        }
+        units[number]->meet(tile, tokens);
       }
-      meet(tile, tokens);
       tile = next;
     }
-    if (unit_.segment < 0) write_out();
+    for (int number = 0; number < count; ++number) units[number]->finish();
   }
 
   // Merges the partial results of the rows' segments, of which each is a unit, and writes them.
@@ -111,8 +128,11 @@ class UnitAttention {
     tokens.find_next(job_, kv_head(), {table, part.low, part.end}, tile.start);
   }
 
-  void place_memory(void* memory) {
-    auto* free = static_cast<char*>(memory);
+  void finish() {
+    if (unit_.segment < 0) write_out();
+  }
+
+  void place_memory(char* free, char* tile_memory) {
     const auto take = [&free](auto*& pointer, int64_t count) {
       pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(free);
       free += round_up(count * static_cast<int64_t>(sizeof *pointer), 64);
@@ -127,6 +147,9 @@ class UnitAttention {
     };
     if (unit_.segment < 0) states_ = take_states();
     if (has_merged_) merged_ = take_states();
+    std::fill_n(segments_, num_rows_, -1);
+    for (int64_t row = 0; row < num_rows_; ++row) states_.clear(row);
+    free = tile_memory;
     take(keys_, kTileTokens * head_groups_);
     take(values_, kTokenGroups * width_);
     take(scores_, kTileRows * kTileTokens);
@@ -176,7 +199,7 @@ class UnitAttention {
   }
 
   // queries_ of rows [begin, end): tile by tile, [head groups][rows of the tile].
-  void pack_query(int64_t begin, int64_t end) {
+  void pack_queries(int64_t begin, int64_t end) {
     for (int64_t first = begin; first < end; first += kTileRows) {
       const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, end - first));
       Operand* operands = queries_ + first * head_groups_;
@@ -184,35 +207,9 @@ class UnitAttention {
         const Stored* from = static_cast<const Stored*>(job_.query) +
                              token_of(first + row) * job_.query_stride +
                              head_of(first + row) * job_.head_dim;
-        if constexpr (kIsInteger) {
-          query_factors_[first + row] = pack_integers(from, rows, operands + row);
-        } else {
-          for (int64_t group = 0; group < head_groups_; ++group) {
-            operands[group * rows + row] = E::operand(from + group * E::kGroup);
-          }
-        }
+        query_factors_[first + row] = pack_query<E, Kv>(from, job_.head_dim, rows, operands + row);
       }
     }
-  }
-
-  // Rounds a query to operands, `rows` apart, in the order of IntegerKv; returns their factor.
-  float pack_integers(const Stored* query, int rows, Operand* operands) const {
-    Masks largest{};
-    for (int64_t i = 0; i < job_.head_dim; i += kLanes) {
-      largest = larger_magnitudes(largest, read_lanes<E>(query + i, job_.head_dim - i));
-    }
-    const float most = Int16::largest_for(job_.head_dim);
-    const float factor = Int16::factor_of(largest_lane(largest), most), scaling = 1.0f / factor;
-    const auto element = [&](int64_t i) -> Operand {
-      const bool is_number = i < job_.head_dim && factor == factor;
-      const float value = is_number ? E::widen_one(query[i]) * scaling : 0.0f;
-      return static_cast<uint16_t>(static_cast<int64_t>(std::nearbyint(value)));
-    };
-    for (int64_t group = 0; group < head_groups_; ++group) {
-      const int64_t i = group / 2 * 4 + group % 2;
-      operands[group * rows] = element(i) | element(i + 2) << 16;
-    }
-    return factor;
   }
 
   void meet(const Tile& tile, const TileTokens<Kv>& tokens) {
@@ -221,7 +218,7 @@ class UnitAttention {
     if (num_tokens == 0) return;  // all positions it attends to are shared
     const int64_t first = part.first * group_heads_, last = part.last * group_heads_;
     enter(tile.start / kSegmentTokens, first, last);
-    if (tile.is_first) pack_query(first, last);
+    if (tile.is_first) pack_queries(first, last);
     if (last - first <= kTileRows && job_.value_dim % kPanelColumns == 0) {
       meet_few(tile.start, first, static_cast<int>(last - first), num_tokens, tokens);
     } else {
@@ -232,9 +229,14 @@ class UnitAttention {
   // K is multiplied while it is packed, V is read from the cache.
   void meet_few(int64_t tile, int64_t first, int rows, int64_t num_tokens,
                 const TileTokens<Kv>& tokens) {
-    for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
-      pack_keys(tokens, token, num_tokens, job_.head_dim, keys_);
-      score(first, rows, token, keys_);
+    if constexpr (kIsInteger) {
+      integer_score_function(rows)(tokens, num_tokens, job_.head_dim,
+                                   queries_ + first * head_groups_, scores_);
+    } else {
+      for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
+        pack_keys(tokens, token, num_tokens, job_.head_dim, keys_);
+        score(first, rows, token, keys_);
+      }
     }
     attend(tile, first, rows, num_tokens, tokens, [&](int64_t column) {
       return CachedValues<Kv>(tokens, num_tokens, column);
@@ -344,37 +346,31 @@ class UnitAttention {
   Operand* weights_;  // [kTileRows][kTokenGroups]
 };
 
-// Memory for any unit, by thread. Allocated before the tasks begin: a task must not throw.
-template <class E, class Kv>
-std::vector<void*> reserve_memory(const PagedAttention& job, const Plan& plan, Workers& workers) {
-  int64_t num_bytes = 0;
-  for (const Unit& unit : plan.units) {
-    num_bytes = std::max(num_bytes, UnitAttention<E, Kv>(job, plan, unit).memory_bytes());
-  }
-  std::vector<void*> memory;
-  for (Scratch& own : workers.own) memory.push_back(own.reserve(num_bytes));
-  return memory;
-}
-
 template <class E, class Kv>
 void run_attention(const PagedAttention& job, Workers& workers) {
   using Attention = UnitAttention<E, Kv>;
   const Plan plan = plan_attention(job, workers.pool.num_threads());
-  const std::vector<void*> memory = reserve_memory<E, Kv>(job, plan, workers);
+  const std::vector<UnitGroup> groups =
+      group_units<Attention>(job, plan, workers.pool.num_threads());
+  const auto memory = UnitMemory::reserve<Attention>(job, plan, groups, workers);
   const int64_t width = round_up(job.value_dim, kPanelColumns);
   const auto partials =
       RowStates::at(workers.shared.reserve(RowStates::num_bytes(plan.num_partials, width)),
                     plan.num_partials, width);
   const std::vector<typename Kv::Element> zeros(round_up(job.head_dim, kPanelColumns));
-  const auto count = static_cast<int64_t>(plan.units.size());
+  const auto count = static_cast<int64_t>(groups.size());
   workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
     TileTokens<Kv> tokens(zeros.data());
-    Attention(job, plan, plan.units[begin]).find_first_tile(tokens);
+    Attention(job, plan, plan.units[groups[begin].first]).find_first_tile(tokens);
     for (int64_t index = begin; index < end; ++index) {
+      std::array<std::optional<Attention>, kMostGroupUnits> units;
+      for (int number = 0; number < groups[index].count; ++number) {
+        units[number].emplace(job, plan, plan.units[groups[index].first + number],
+                              memory.of_unit(thread, number), memory.of_tiles(thread), partials);
+      }
       const int64_t next = std::min(index + 1, end - 1);
-      const Attention after(job, plan, plan.units[next]);
-      Attention(job, plan, plan.units[index], memory[thread], partials)
-          .run(tokens, next > index ? &after : nullptr);
+      const Attention after(job, plan, plan.units[groups[next].first]);
+      Attention::run(units, groups[index].count, tokens, next > index ? &after : nullptr);
     }
   });
   workers.pool.run(static_cast<int64_t>(plan.splits.size()), [&](int64_t index, int) {

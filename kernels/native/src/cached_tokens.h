@@ -99,9 +99,14 @@ class TileTokens {
     if constexpr (Kv::kHasFactors) {
       const float* factors = job.factors + block * job.factor_block_stride +
                              kv_head * job.factor_head_stride + slot;
-      std::copy_n(factors, end - begin, next_->key_factors + begin);
-      std::copy_n(factors + job.factor_value_offset, end - begin, next_->value_factors + begin);
+      copy_factors(factors, end - begin, next_->key_factors + begin);
+      copy_factors(factors + job.factor_value_offset, end - begin, next_->value_factors + begin);
     }
+  }
+
+  static void copy_factors(const float* from, int64_t count, float* to) {
+    constexpr int64_t kBlock = 16;  // the usual size of a block: a call would take longer
+    count == kBlock ? std::copy_n(from, kBlock, to) : std::copy_n(from, count, to);
   }
 
   const Token zeros_;

@@ -91,7 +91,8 @@ struct Codes {
   static constexpr int kMaxCode = bits == 8 ? kSigned : (1 << bits) - 1;
   static constexpr int kOffset = bits == 8 ? kSignedOffset : offset;
   static constexpr bool kHasShift = has_shift;
-  static constexpr int kParts = 1;  // runs of columns of a square with a scale each
+  // Runs of columns of a square: inputs have a scale for each, and weights may have.
+  static constexpr int kParts = 2;
 
   static Words code(Square square, int word, int vector) {
     const uint8_t* codes =
@@ -118,6 +119,8 @@ using Q5_1 = HalfScales<Format::kQ5_1, 5, 0, true>;
 // Bytes as scales and minimums of squares, and float16 scales of these.
 template <Format format, int bits>
 struct ByteScales : Codes<format, bits, 0, true> {
+  static constexpr int kParts = 1;
+
   static Floats scale(Square square, int, int vector) {
     const uint8_t* scales = square.group + 128 + square.number * kPanelColumns;
     return halves_at(square.group, vector) * as_floats(unsigned_bytes_at(scales, vector));
@@ -133,8 +136,6 @@ using Q5_K = ByteScales<Format::kQ5_K, 5>;
 
 // An int8 as the scale of half a square, and a float16 scale of these.
 struct Q6_K : Codes<Format::kQ6_K, 6, 32, false> {
-  static constexpr int kParts = 2;
-
   static Floats scale(Square square, int part, int vector) {
     const uint8_t* scales = square.group + 64 + (2 * square.number + part) * kPanelColumns;
     return halves_at(square.group, vector) * as_floats(signed_bytes_at(scales, vector));

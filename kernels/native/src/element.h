@@ -26,6 +26,20 @@ struct HalvesInTurn {
   }
 };
 constexpr HalvesInTurn kHalvesInTurn;
+
+// Elements of two rows of 32 in turn, which two vectors hold by eights: the first vector has
+// elements 0 to 7 and 16 to 23 of the first row and then of the second, the other has the rest.
+struct RowsInTurn {
+  alignas(64) uint16_t places[64];
+  constexpr RowsInTurn() : places() {
+    for (int i = 0; i < 64; ++i) {
+      const int column = i / 2, row = i % 2;
+      const int vector = column / 8 % 2, eight = 2 * row + column / 16;
+      places[i] = static_cast<uint16_t>(32 * vector + 8 * eight + column % 8);
+    }
+  }
+};
+constexpr RowsInTurn kRowsInTurn;
 #endif
 
 struct Float32 {
@@ -58,11 +72,6 @@ struct Float32 {
   static void interleave(const Stored* row, const Stored*, Columns& first, Columns& second) {
     first.values = load<Floats>(row);
     second.values = load<Floats>(row + kLanes);
-  }
-  static Columns columns(Floats values, Floats) {
-    Columns columns;
-    columns.values = values;
-    return columns;
   }
 };
 
@@ -109,12 +118,6 @@ struct Bfloat16 {
     first.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places), b);
     second.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places + 32), b);
   }
-  // Columns of values that bfloat16 has exactly.
-  static Columns columns(Floats even, Floats odd) {
-    Columns columns;
-    columns.values = (__m512bh)words(even, odd);
-    return columns;
-  }
 #else
   // Words of two rows.
   static Words pairs(Floats first, Floats second) {
@@ -146,21 +149,10 @@ struct Bfloat16 {
     first = {widen(load<Halves>(even)), widen(load<Halves>(odd))};
     second = {widen(load<Halves>(even + kLanes)), widen(load<Halves>(odd + kLanes))};
   }
-  static Columns columns(Floats even, Floats odd) { return {even, odd}; }
 #endif
 
   // Words of groups of two values that bfloat16 has exactly.
   static Words words(Floats even, Floats odd) { return (Words)even >> 16 | (Words)odd; }
-  // The same of adjacent values: the first kLanes, and the next.
-  static Words adjacent_words(Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-    return (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-#else
-    const Halves halves[] = {__builtin_convertvector((Words)low >> 16, Halves),
-                             __builtin_convertvector((Words)high >> 16, Halves)};
-    return load<Words>(halves);
-#endif
-  }
 };
 
 // The values as if they were stored in a tensor of this type between two operations.

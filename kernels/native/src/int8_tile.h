@@ -151,7 +151,7 @@ inline void multiply_squares(const Squares& squares, int64_t first, int64_t coun
     for (int start = 0; start < kPanelVectors; start += kPass) {
 #pragma GCC unroll 2
       for (int part = 0; part < F::kParts; ++part) {
-        DotProduct<F::kMaxCode> dots[rows][kPass];
+        DotProduct<F::kMaxCode, kPartWords> dots[rows][kPass];
 #pragma GCC unroll 16
         for (int row = 0; row < rows; ++row) {
 #pragma GCC unroll 2
@@ -180,7 +180,7 @@ inline void multiply_squares(const Squares& squares, int64_t first, int64_t coun
           for (int row = 0; row < rows; ++row) {
             Floats& total = totals[row][start + v];
             const Floats dot = __builtin_convertvector(dots[row][v].total(), Floats);
-            total = multiply_add(dot, scale * broadcast(left[row].scale), total);
+            total = multiply_add(dot, scale * broadcast(left[row].scales[part]), total);
           }
         }
       }

@@ -40,8 +40,8 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 // The instruction takes unsigned codes: signed ones are read with this offset.
 constexpr int kSignedOffset = 128;
 
-// The sum of products of words and a first value. `max_code` is the largest code.
-template <int max_code>
+// The sum of products of `num_words` words and a first value. `max_code` is the largest code.
+template <int max_code, int num_words>
 class DotProduct {
  public:
   void start(int32_t value) { sum_ = Ints{} + value; }
@@ -97,17 +97,18 @@ inline Words negate_where_negative(Words bytes, Words signs) {
 }
 #endif
 
-// The sum of products of words and a first value. `max_code` is the largest code.
+// The sum of products of `num_words` words and a first value. `max_code` is the largest code.
 //
 // Products are added in int16 for as many words as cannot overflow, and then widened: for codes of
 // four bits once per 8 words.
-template <int max_code>
+template <int max_code, int num_words>
 class DotProduct {
  public:
   static constexpr int kWordSum = 2 * max_code * kMaxActivation;  // of two products, an int16
-  static constexpr int kRunWords = 8 * kWordSum <= INT16_MAX   ? 8
-                                   : 4 * kWordSum <= INT16_MAX ? 4
-                                                               : 2;
+  static constexpr int kMaxRunWords = 8 * kWordSum <= INT16_MAX   ? 8
+                                      : 4 * kWordSum <= INT16_MAX ? 4
+                                                                  : 2;
+  static constexpr int kRunWords = num_words < kMaxRunWords ? num_words : kMaxRunWords;
   static_assert(max_code > 0 && kRunWords * kWordSum <= INT16_MAX);
 
   void start(int32_t value) { first_ = value; }
@@ -130,8 +131,8 @@ class DotProduct {
   Ints sum_;
 };
 
-template <>
-class DotProduct<kSigned> {
+template <int num_words>
+class DotProduct<kSigned, num_words> {
  public:
   void start(int32_t value) { sum_ = Ints{} + value; }
 
@@ -152,7 +153,7 @@ class DotProduct<kSigned> {
 constexpr int kSignedOffset = 0;
 
 // The sum of products of words and a first value. Codes lie in [-128, 127], whatever `max_code` is.
-template <int max_code>
+template <int max_code, int num_words>
 class DotProduct {
  public:
   void start(int32_t value) { sum_ = Ints{} + value; }

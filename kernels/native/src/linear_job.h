@@ -48,8 +48,9 @@ inline int64_t panels_of(const Linear& job) {
   return (job.out_features + panel_width(job) - 1) / panel_width(job);
 }
 
-// Processes and writes the sums of a layer, whose other tensors have the element type E.
-template <class E>
+// Processes and writes the sums of a layer, whose other tensors have the element type E. Values
+// between two operations are rounded as if they were stored as `Inner`.
+template <class E, class Inner = E>
 class Epilogue {
  public:
   explicit Epilogue(const Linear& job) : job_(job) {}
@@ -79,13 +80,14 @@ class Epilogue {
     with_activation(job_.activation, [&](auto function) {
       if (job_.is_gated) {
         for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
-          const Floats gate = rounded<E>(load<Floats>(values + i));
-          const Floats up = rounded<E>(load<Floats>(values + kHalfPanel + i));
-          store(values + i, rounded<E>(function(gate)) * gated_value<E>(job_.activation, up));
+          const Floats gate = rounded<Inner>(load<Floats>(values + i));
+          const Floats up = rounded<Inner>(load<Floats>(values + kHalfPanel + i));
+          const Floats factor = gated_value<Inner>(job_.activation, up);
+          store(values + i, rounded<Inner>(function(gate)) * factor);
         }
       } else {
         for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-          store(values + i, function(rounded<E>(load<Floats>(values + i))));
+          store(values + i, function(rounded<Inner>(load<Floats>(values + i))));
         }
       }
     });

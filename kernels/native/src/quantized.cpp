@@ -1,9 +1,9 @@
 // Products of int8 activations and codes.
 //
-// Each row of activations is rounded to int8, with a scale per 32 columns; see row_blocks.h. A few
-// rows unpack a panel's codes in registers. For many rows, codes are unpacked once per block of
-// rows. Both compute the same integer products and the same float operations in the same order, so
-// the bits of a row's result depend on the row and the weight alone.
+// Each row of activations is rounded to int8, with a scale per 16 or 32 columns; see row_blocks.h.
+// A few rows unpack a panel's codes in registers. For many rows, codes are unpacked once per block
+// of rows. Both compute the same integer products and the same float operations in the same order,
+// so the bits of a row's result depend on the row and the weight alone.
 #include "quantized.h"
 
 #include <algorithm>
@@ -124,7 +124,7 @@ struct Quantized {
     } else {
       multiply_unpacked(job, left, tiles, squares, sums);
     }
-    const Epilogue<E> finish(job);
+    const Epilogue<E, Float32> finish(job);
     finish(sums, start, static_cast<int>(num_rows), number);
   }
 

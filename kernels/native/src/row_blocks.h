@@ -1,4 +1,4 @@
-// Rows of activations as int8 values: blocks of 32 columns with a scale each.
+// Rows of activations as int8 values: blocks of 32 columns with a scale, or one for each half.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace baton {
 // 32 columns of a row: column i is about codes[i] * scale.
 struct RowBlock {
   int8_t codes[kSquareColumns];
-  float scale;        // NaN if a column is infinite or NaN
-  float scaled_sum;   // scale * sum of codes
+  float scales[2];    // of all columns, or of each half of them; NaN if one is infinite or NaN
+  float scaled_sum;   // sum of codes * scale
   int32_t starts[2];  // -offset * sum of codes, over all columns or over each half of them
 };
 
 // What the codes of a weight's format are read with; see codes.h.
 struct CodeOffset {
   int32_t offset;
-  bool by_halves;
+  bool by_halves;  // halves of a block have scales of their own
 };
 
 // The largest of the lanes, none of which is negative.
@@ -63,14 +63,19 @@ inline void store_bytes(int8_t* to, Ints values) {
 #endif
 }
 
-// Rounds 32 values. The scale is the largest magnitude / 127, codes are rounded to the nearest,
+// Values as codes: their scale, and the sum of the codes.
+struct RoundedRun {
+  float scale;
+  int32_t sum;
+};
+
+// Rounds some values. The scale is the largest magnitude / 127, codes are rounded to the nearest,
 // ties to even; magnitudes below 127 * 2^-126 count as zeros.
-inline void quantize_block(const Floats (&values)[kSquareColumns / kLanes], CodeOffset offset,
-                           RowBlock* out) {
-  constexpr int kVectors = kSquareColumns / kLanes;
+template <int vectors>
+inline RoundedRun round_run(const Floats* values, int8_t* codes) {
   Ints magnitudes{};  // as integers they have the order of the floats, and NaN is the largest
-  for (const Floats& each : values) {
-    const Ints magnitude = (Ints)each & INT32_MAX;
+  for (int i = 0; i < vectors; ++i) {
+    const Ints magnitude = (Ints)values[i] & INT32_MAX;
     magnitudes = (Ints)select(magnitude > magnitudes, (Floats)magnitude, (Floats)magnitudes);
   }
   const int32_t bits = largest(magnitudes);
@@ -81,18 +86,32 @@ inline void quantize_block(const Floats (&values)[kSquareColumns / kLanes], Code
   const bool is_zero = !is_finite || scale < std::numeric_limits<float>::min();
   const Floats inverse = broadcast(is_zero ? 0.0f : 1.0f / scale);
   const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  int32_t sums[2] = {0, 0};
-  for (int i = 0; i < kVectors; ++i) {
+  Ints sums{};
+  for (int i = 0; i < vectors; ++i) {
     const Floats shifted = multiply_add(is_zero ? Floats{} : values[i], inverse, shifter);
-    const Ints codes = (Ints)shifted - (Ints)shifter;
-    store_bytes(out->codes + i * kLanes, codes);
-    sums[2 * i / kVectors] += sum(codes);
+    const Ints rounded = (Ints)shifted - (Ints)shifter;
+    store_bytes(codes + i * kLanes, rounded);
+    sums += rounded;
   }
-  const int32_t total = sums[0] + sums[1];
-  out->scale = is_finite ? (is_zero ? 0.0f : scale) : std::numeric_limits<float>::quiet_NaN();
-  out->scaled_sum = out->scale * static_cast<float>(total);
-  out->starts[0] = -offset.offset * (offset.by_halves ? sums[0] : total);
-  out->starts[1] = -offset.offset * sums[1];
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  return {is_finite ? (is_zero ? 0.0f : scale) : nan, sum(sums)};
+}
+
+inline void quantize_block(const Floats (&values)[kSquareColumns / kLanes], CodeOffset offset,
+                           RowBlock* out) {
+  constexpr int kHalf = kSquareColumns / 2, kVectors = kHalf / kLanes;
+  out->scaled_sum = 0.0f;
+  const auto place = [&](int part, const RoundedRun& run) {
+    out->scales[part] = run.scale;
+    out->scaled_sum += run.scale * static_cast<float>(run.sum);
+    out->starts[part] = -offset.offset * run.sum;
+  };
+  if (offset.by_halves) {
+    place(0, round_run<kVectors>(values, out->codes));
+    place(1, round_run<kVectors>(values + kVectors, out->codes + kHalf));
+  } else {
+    place(0, round_run<2 * kVectors>(values, out->codes));
+  }
 }
 
 }  // namespace baton

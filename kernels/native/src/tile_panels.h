@@ -1,6 +1,9 @@
 // K and V of a tile of cached tokens as the panels of matrix products.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cached_tokens.h"
 
 namespace baton {
@@ -22,48 +25,127 @@ inline __attribute__((always_inline)) Words key_words(const typename Kv::Element
   return Kv::words(elements);
 }
 
-// Groups of one head's elements.
+// K of kLanes tokens from `element` on, of which `num_elements` are stored: vector i has word i of
+// each token.
 template <class Kv>
-constexpr int64_t key_groups(int64_t num_elements) {
-  return round_up(num_elements, Kv::kWordElements) / Kv::Product::kGroup;
-}
-
-// K of kLanes tokens from `element` on, of which `num_elements` are stored: [groups][32].
-template <class Kv>
-inline __attribute__((always_inline)) void pack_square(const CachedToken<Kv>* tokens,
+inline __attribute__((always_inline)) void load_square(const CachedToken<Kv>* tokens,
                                                        int64_t element, int64_t num_elements,
-                                                       uint32_t* to) {
-  Words square[kLanes];
+                                                       Words (&square)[kLanes]) {
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes; ++lane) {
     square[lane] = key_words<Kv>(tokens[lane].key + element, num_elements);
   }
   transpose(square);
-  constexpr int64_t kStride = Kv::kWordElements / Kv::Product::kGroup * kPanelColumns;
-  const int64_t num_words = (num_elements + Kv::kWordElements - 1) / Kv::kWordElements;
-  for (int64_t i = 0; i < num_words; ++i) Kv::store_groups(to + i * kStride, square[i]);
+}
+
+// The number of words of a whole square: a constant, so that its vectors stay in registers.
+using WholeSquare = std::integral_constant<int64_t, kLanes>;
+
+// Calls body(i) for each word of a square.
+template <class Body>
+inline __attribute__((always_inline)) void for_words(WholeSquare, const Body& body) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) body(i);
+}
+
+template <class Body>
+inline void for_words(int64_t count, const Body& body) {
+  for (int64_t i = 0; i < count; ++i) body(i);
+}
+
+// Calls body(element, num_words, square, fetch_next) with K of kLanes tokens of a tile that ends
+// after `num_tokens`, from `first` on, square by square. It calls fetch_next(i) with each word i: a
+// core can wait for a few dozen lines, so that loads behind many prefetches would wait for them.
+template <class Kv, class Body>
+inline __attribute__((always_inline)) void visit_squares(const TileTokens<Kv>& tokens,
+                                                         int64_t first, int64_t num_tokens,
+                                                         int64_t head_dim, const Body& body) {
+  constexpr int64_t kElements = kLanes * Kv::kWordElements;
+  const int64_t num_fetched = kLanes * tokens.num_fetched(round_up(num_tokens, kLanes));
+  const CachedToken<Kv>* now = tokens.now() + first;
+  const CachedToken<Kv>* next = tokens.next() + first / kLanes * num_fetched;
+  for (int64_t element = 0; element < head_dim; element += kElements) {
+    const auto fetch_next = [&](int64_t word) {
+      for (int64_t i = word; i < num_fetched; i += kLanes) fetch(next[i].key + element);
+    };
+    Words square[kLanes];
+    if (element + kElements <= head_dim) {
+      load_square<Kv>(now, element, kElements, square);
+      body(element, WholeSquare{}, square, fetch_next);
+    } else {
+      const int64_t num_elements = head_dim - element;
+      const int64_t num_words = (num_elements + Kv::kWordElements - 1) / Kv::kWordElements;
+      load_square<Kv>(now, element, num_elements, square);
+      body(element, num_words, square, fetch_next);
+      for (int64_t i = num_words; i < kLanes; ++i) fetch_next(i);
+    }
+  }
 }
 
 // K of 32 tokens, from `first` on, of a tile that ends after `num_tokens`: [head groups][32].
 template <class Kv>
 void pack_keys(const TileTokens<Kv>& tokens, int64_t first, int64_t num_tokens, int64_t head_dim,
                uint32_t* panel) {
-  constexpr int64_t kElements = kLanes * Kv::kWordElements;
+  constexpr int64_t kStride = Kv::kWordElements / Kv::Product::kGroup * kPanelColumns;
   const int64_t end = std::min(first + kPanelColumns, num_tokens);
-  const int64_t num_fetched = kLanes * tokens.num_fetched(round_up(num_tokens, kLanes));
   for (; first < end; first += kLanes, panel += kLanes) {
-    const CachedToken<Kv>* next = tokens.next() + first / kLanes * num_fetched;
-    for (int64_t element = 0; element < head_dim; element += kElements) {
-      for (int64_t i = 0; i < num_fetched; ++i) fetch(next[i].key + element);
-      const CachedToken<Kv>* now = tokens.now() + first;
-      uint32_t* to = panel + key_groups<Kv>(element) * kPanelColumns;
-      if (element + kElements <= head_dim) {
-        pack_square<Kv>(now, element, kElements, to);
-      } else {
-        pack_square<Kv>(now, element, head_dim - element, to);
+    visit_squares(tokens, first, num_tokens, head_dim,
+                  [&](int64_t element, auto num_words, const Words (&square)[kLanes],
+                      const auto& fetch_next) {
+                    uint32_t* to = panel + key_groups<Kv>(element) * kPanelColumns;
+                    for_words(num_words, [&](int64_t i) {
+                      fetch_next(i);
+                      Kv::store_groups(to + i * kStride, square[i]);
+                    });
+                  });
+  }
+}
+
+// scores[r][token] = sum of queries[group][r] * K[token][group], of a tile's first tokens. The sums
+// are exact, so K is multiplied in the order in which it is read.
+template <int rows>
+void score_integers(const TileTokens<IntegerKv>& tokens, int64_t num_tokens, int64_t head_dim,
+                    const uint32_t* queries, float* scores) {
+  for (int64_t first = 0; first < num_tokens; first += kLanes) {
+    Floats sums[rows][2] = {};  // of even groups and odd ones, so that more products are under way
+    const auto multiply = [&](Words words, const uint32_t* operands)
+        __attribute__((always_inline)) {
+      const Int16::Columns even = IntegerKv::even_group(words), odd = IntegerKv::odd_group(words);
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        sums[row][0] = Int16::multiply_add(sums[row][0], even, operands[row]);
+        sums[row][1] = Int16::multiply_add(sums[row][1], odd, operands[rows + row]);
       }
+    };
+    visit_squares(tokens, first, num_tokens, head_dim,
+                  [&](int64_t element, auto num_words, const Words (&square)[kLanes],
+                      const auto& fetch_next) {
+                    const uint32_t* operands = queries + key_groups<IntegerKv>(element) * rows;
+                    for_words(num_words, [&](int64_t i) {
+                      fetch_next(i);
+                      multiply(square[i], operands + 2 * rows * i);
+                    });
+                  });
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      store(scores + row * kTileTokens + first, (Masks)sums[row][0] + (Masks)sums[row][1]);
     }
   }
+}
+
+using IntegerScoreFunction = void (*)(const TileTokens<IntegerKv>&, int64_t, int64_t,
+                                      const uint32_t*, float*);
+
+template <int... counts>
+inline IntegerScoreFunction integer_score_function(int rows,
+                                                   std::integer_sequence<int, counts...>) {
+  static constexpr IntegerScoreFunction functions[] = {score_integers<counts + 1>...};
+  return functions[rows - 1];
+}
+
+// `score_integers` for 1 <= rows <= kTileRows.
+inline IntegerScoreFunction integer_score_function(int rows) {
+  return integer_score_function(rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
 // One vector of the words that V of a group of tokens makes, by column of the head, of which the
@@ -128,11 +210,13 @@ class CachedValues {
       Kv::interleave(even + v * kLanes, odd + v * kLanes, columns[v], columns[v + 1]);
     }
     now_ += Kv::Product::kGroup;
+    if (column_ % kLine) return;
     for (int64_t i = 0; i < num_fetched_; ++i, ++next_) fetch(next_->value + column_);
   }
 
  private:
   static constexpr int64_t kGroup = Kv::Product::kGroup;
+  static constexpr int64_t kLine = 64 / sizeof(typename Kv::Element);
 
   const CachedToken<Kv>* now_;
   const CachedToken<Kv>* next_;
