@@ -336,7 +336,7 @@ def test_requests_that_are_refused_or_leave_do_not_make_starts_look_fast(has_sta
             clock.now += 0.1  # waits for a replica
             if has_started:
                 backlog.start(place)  # and its client leaves at once
-    with pytest.raises(ResourceExhaustedError, match="about 0.3"):
+    with pytest.raises(ResourceExhaustedError, match=r"about 0\.3"):
         backlog.check_start(9.0, 16, 0.2)
 
 
