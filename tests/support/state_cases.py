@@ -120,6 +120,8 @@ class ConvCase:
         bias = None if self.bias is None else self.bias.double()
         bounds, results = [], []
         for given, values, (start, length) in zip(self.rows_of, self.inputs, spans, strict=True):
+            if not length:
+                continue
             padded = functional.pad(values.double().T, (width - 1, 0))
             sums = functional.conv1d(padded, weight, bias, groups=channels).T
             sizes = functional.conv1d(padded.abs(), weight.abs(), groups=channels).T

@@ -191,6 +191,7 @@ class StrictDevice(TorchDispatchMode):
             mock.patch.object(launch, "_load_table", self._load_table),
             mock.patch.object(attention, "_num_processors", return_value=_NUM_PROCESSORS),
             mock.patch.object(launcher, "resolve_device", return_value=GPU),
+            mock.patch.object(launcher, "check_launch"),
             mock.patch.object(launcher, "used_bytes", return_value=0),
             mock.patch.object(launcher, "check_kv_cache_dtype", return_value=None),
             mock.patch.object(device_steps, "CudaGraphRecorder", return_value=self.record),

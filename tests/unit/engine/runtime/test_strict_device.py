@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import ProcessedText, ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.draw_params import LogitRules
 from tests.support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from tests.support.draw_params import GREEDY, draw_params
-from tests.support.logits_processors import FLAG
 from tests.support.strict_device import GPU, RefusedError, StrictDevice
 
 _FLAGS = {
@@ -28,8 +27,16 @@ _FLAGS = {
 _FILTERED = draw_params(temperature=0.7, top_k=20, top_p=0.9, seed=3)
 _RULED = replace(_FILTERED, rules=LogitRules(1, bias=((3, 1.0),)))
 _MASK = b"\xff" * (-(-VOCAB_SIZE // 32) * 4)
-_VARIANTS = ("llama", "deepseek_v2", "qwen3_moe", "lfm2")
-_RARE_VARIANTS = ("gpt2", "qwen2_alternating", "qwen3_5", "gpt_oss")
+_VARIANTS = ("llama",)
+_RARE_VARIANTS = (
+    "deepseek_v2",
+    "qwen3_moe",
+    "lfm2",
+    "gpt2",
+    "qwen2_alternating",
+    "qwen3_5",
+    "gpt_oss",
+)
 
 
 @contextmanager
@@ -46,7 +53,6 @@ def _chunk(row, num_tokens=1, start=40, draw=GREEDY, **fields):
     return ScheduledChunk(row, (5,) * num_tokens, start, (draw,), **fields)
 
 
-_TEXT = ProcessedText((0, 0), {"steer": 5}, (5,), ())
 # Steps in turn; True for those that are graphs.
 _STEPS = [
     ((_chunk(0, 33, 0), _chunk(1, 7, 0, _FILTERED)), (), True),
@@ -75,12 +81,6 @@ def test_steps_of_a_family_are_graphs_and_compile_nothing(variant):
         for number, (chunks, decode_rows, is_graph) in enumerate(_STEPS, 1):
             counts = device.run(steps, ScheduledBatch(number, chunks, decode_rows))
             assert counts.replays == is_graph, number
-
-
-def test_steps_of_logits_processors_are_graphs():
-    with _serving(logits_processors=FLAG) as (device, steps):
-        batch = ScheduledBatch(1, (_chunk(0, processed=_TEXT),), (1, 2))
-        assert device.run(steps, batch).replays == 1
 
 
 def test_a_step_sends_what_it_needs_at_once():
@@ -122,7 +122,7 @@ def test_vocabularies_of_any_size_compile_nothing_while_serving(vocab_size, tmp_
     config = json.loads((path / "config.json").read_text()) | {"vocab_size": vocab_size}
     (path / "config.json").write_text(json.dumps(config))
     with _serving(path) as (device, steps):
-        for number, (chunks, decode_rows, _) in enumerate(_STEPS[:7], 1):
+        for number, (chunks, decode_rows, _) in enumerate(_STEPS[:5], 1):
             device.run(steps, ScheduledBatch(number, chunks, decode_rows))
 
 
