@@ -169,7 +169,6 @@ def test_profiling_does_not_change_the_engine(engine):
     [
         ("latency", ("--repeats", "0"), "--repeats is 0"),
         ("latency", ("--batch-size", "0"), "--batch-size has 0"),
-        ("engine-step", ("--async-scheduling",), "--async-scheduling runs phases side by side"),
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
         ("speculation", ("--rounds", "0"), "--rounds is 0"),
     ],
