@@ -89,8 +89,11 @@ async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
                 # The router drains: the running request continues, and a new one goes elsewhere.
                 process.send_signal(signal.SIGTERM)
                 await until_closed(port)
-                with pytest.raises(grpc.aio.AioRpcError, match="Connection refused") as refused:
-                    await stub.Generate(request([5, 6], max_tokens=1))
+                # Over a new connection: a call on the present one may have reached the router.
+                async with open_channel(f"127.0.0.1:{port}") as late:
+                    late_stub = generation_pb2_grpc.GenerationServiceStub(late)
+                    with pytest.raises(grpc.aio.AioRpcError, match="refused") as refused:
+                        await late_stub.Generate(request([5, 6], max_tokens=1))
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 decode.resume()
                 while (response := await call.read()) is not grpc.aio.EOF:
