@@ -142,7 +142,9 @@ class AsyncEngine:
         """
         kind = Role.PREFILL if request.hands_over else Role.DECODE
         if self._draining or self._has_stopped or kind not in self.role:
-            raise UnavailableError("this replica takes no new requests")
+            raise UnavailableError(
+                "this replica takes no new requests", reason=Reason.NO_REPLICA_READY
+            )
         request_id = request.spec.request_id
         if request_id in self._handlers:
             raise AlreadyExistsError.for_request_id(request_id)

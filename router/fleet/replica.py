@@ -173,6 +173,11 @@ class Replica:
         self._load.note_full(spec)
         self._note_change()
 
+    def note_leaving(self) -> None:
+        """Notes that it takes no new requests, until its next report, which says its role."""
+        self._load.note_leaving()
+        self._note_change()
+
     def candidate(self) -> Candidate:
         """What the routing policy compares of the replica now."""
         return self._load.candidate(self._breaker.weight)

@@ -183,6 +183,10 @@ class ReplicaLoad:
         else:
             self._refuses_all = True
 
+    def note_leaving(self) -> None:
+        """Notes that the replica has refused a request of any kind, until its next report."""
+        self._refuses_all = True
+
     @contextmanager
     def reserve(
         self, num_tokens: int, num_blocks: int, *, is_sent: bool = True, deadline: float = math.inf

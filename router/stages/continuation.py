@@ -153,6 +153,8 @@ class Setbacks:
         """
         if self.has_found_full(error):
             replica.note_full(self._spec)
+        elif error.reason == Reason.NO_REPLICA_READY:  # it drains, or its role changes: not forever
+            replica.note_leaving()
         elif not isinstance(error, ReplicaLostError):  # a lost one may connect again
             self.refused |= {replica.replica_id}
         if replica.load.stalled:

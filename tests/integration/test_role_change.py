@@ -67,7 +67,6 @@ class Operator:
     ],
     ids=["file", "grpc", "states"],
 )
-@pytest.mark.timeout(240)
 async def test_streams_go_on_while_workers_change_their_tier(tmp_path, variant, kv_connector):
     path, prompts = tiny_checkpoint(variant), [prompt_of(60, seed=seed) for seed in range(3)]
     expected = [reference_greedy(path, prompt, NUM_TOKENS) for prompt in prompts]
@@ -82,10 +81,10 @@ async def test_streams_go_on_while_workers_change_their_tier(tmp_path, variant, 
             count = 0
             while not is_over.is_set() or not count:
                 message = request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
-                assert token_ids_of(await router.generate(message, timeout_s=180)) == expected
+                assert token_ids_of(await router.generate(message)) == expected
                 count += 1
 
-        async with asyncio.timeout(200), asyncio.TaskGroup() as streams:
+        async with asyncio.timeout(100), asyncio.TaskGroup() as streams:
             for job in zip(prompts, expected, strict=True):
                 streams.create_task(stream(*job))
             first = operator.replica_with(PREFILL)

@@ -11,6 +11,7 @@ from baton.common.errors import (
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
+    Reason,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -209,6 +210,18 @@ async def test_a_stream_refused_after_its_first_token_waits_for_another_replica(
     assert given_tokens(late.starts[0]) == {0: SCRIPT[:1]}
     # A full replica may be asked again after its next report, if the other one takes that long.
     assert len(refusing.starts) == 1 or isinstance(refusal, ResourceExhaustedError)
+
+
+async def test_a_replica_whose_role_has_changed_back_is_asked_again():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    decode.refusal = UnavailableError("of another role", reason=Reason.NO_REPLICA_READY)
+    workers = (prefill, decode)
+    async with running_workers(*workers), running_router(*workers) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        await decode.changes.until(lambda: decode.starts)
+        decode.refusal = None
+        assert token_ids_of(await task) == SCRIPT[:6]
+    assert given_tokens(decode.starts[-1]) == {0: SCRIPT[:1]}
 
 
 async def test_a_stream_that_no_replica_accepts_in_time_is_unavailable():

@@ -50,10 +50,12 @@ def reserved_ports(number: int) -> list[int]:
 
 
 def _share() -> range:
-    """Returns the ports of this process among those of all processes of pytest-xdist."""
+    """Returns the ports of this process among those of all processes of pytest-xdist. One that
+    replaces a process which has ended has a higher number than there are processes.
+    """
     ports = _outside_of_ephemeral()
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    index = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    index = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % count
     return ports[len(ports) * index // count : len(ports) * (index + 1) // count]
 
 
