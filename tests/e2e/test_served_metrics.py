@@ -72,7 +72,7 @@ async def test_operators_see_the_state_of_the_cluster(shared_cluster: Cluster) -
                 after = await _cluster(channel)
                 decodes = [answer.replicas[1].counters for answer in (before, after)]
                 # A busy machine may load so slowly that decode computes the prompt.
-                if decodes[1].loaded_tokens - decodes[0].loaded_tokens >= PROMPT_TOKENS - 16:
+                if decodes[1].loaded_bytes - decodes[0].loaded_bytes:
                     break
     assert after.activity.finished["length"] == before.activity.finished["length"] + 1
     (prefill_before, decode_before), (prefill, decode) = before.replicas, after.replicas
@@ -90,7 +90,8 @@ async def test_operators_see_the_state_of_the_cluster(shared_cluster: Cluster) -
         )
     }
     assert grown["saved_bytes"] == grown["loaded_bytes"] > 0
-    assert grown["loaded_tokens"] >= PROMPT_TOKENS - 16
+    # Blocks that were fetched before the prompt's end are found in the prefix cache.
+    assert PROMPT_TOKENS % 16 <= grown["loaded_tokens"] <= PROMPT_TOKENS
     assert grown["prompt_tokens"] == PROMPT_TOKENS
     assert grown["generated_tokens"] == 7, "prefill has drawn the first token"
 

@@ -396,6 +396,22 @@ def test_what_ucx_does_not_have_is_an_error(monkeypatch, variable, value, advice
         NixlTransport()
 
 
+def test_an_agent_that_does_not_start_is_made_again(monkeypatch):
+    nixl = nixl_library.load_nixl()
+    create, tries = nixl.nixl_agent.create_backend, []
+
+    def fail_first(agent, *args):
+        tries.append(agent)
+        if len(tries) == 1:
+            raise OSError("a network device has gone")
+        create(agent, *args)
+
+    monkeypatch.setattr(nixl.nixl_agent, "create_backend", fail_first)
+    with closing(NixlTransport()) as transport:
+        assert transport.metadata()
+    assert len(set(map(id, tries))) == len(tries) == 2
+
+
 def test_registering_memory_of_an_absent_device_is_an_error():
     with closing(NixlTransport()) as transport, pytest.raises(ConfigurationError, match="cuda:0"):
         transport.register(0x7000_0000_0000, 1 << 20, device="cuda:0")

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -34,6 +35,10 @@ _UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 
 _INFINIBAND = Path("/sys/class/infiniband")
+_MAX_TRIES = 4
+_RETRY_S = 0.1
+"""UCX lists the network devices, opens them, and connects to itself. That fails if a device goes
+meanwhile, as those of containers do."""
 # Pause of the home agent's thread, by which a remote may wait longer to connect.
 _REST_US = 500
 
@@ -77,14 +82,19 @@ def new_agent(
     if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
         raise TimeoutError("other connections that are being made took the time")
     try:
-        with _resting_threads(nixl):
-            agent = nixl.nixl_agent(name, config)
-        try:
-            agent.create_backend("UCX", {"engine_config": _UCX})
-        except Exception as error:  # nixl's errors have no base of their own
-            raise ConfigurationError(
-                f"nixl: UCX does not start ({error}); {ucx_advice()}"
-            ) from error
+        for number in range(1, _MAX_TRIES + 1):
+            with _resting_threads(nixl):
+                agent = nixl.nixl_agent(name, config)
+            try:
+                agent.create_backend("UCX", {"engine_config": _UCX})
+            except Exception as error:  # nixl's errors have no base of their own
+                if number == _MAX_TRIES:
+                    raise ConfigurationError(
+                        f"nixl: UCX does not start ({error}); {ucx_advice()}"
+                    ) from error
+                time.sleep(_RETRY_S)
+            else:
+                break
     finally:
         _creating.release()
     return agent
