@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from baton.common.addresses import join_host_port
 from baton.common.errors import ConfigurationError
+from baton.common.ports import keep_from_others
 from rpc.listeners import open_listeners
 
 __all__ = ["bound_ports", "free_port", "local_address"]
 
-_CONNECT_TIMEOUT_S = 1.0
 _LOOPBACK_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -19,7 +19,7 @@ def bound_ports(addresses: Iterable[tuple[str, int, str]]) -> list[int]:
     """Returns free ports, all different.
 
     The sockets are closed before the servers bind. For about a minute, the system gives the free
-    ports that it chose to nobody else; see `_keep_from_others`. A server whose port was taken
+    ports that it chose to nobody else; see `keep_from_others`. A server whose port was taken
     nevertheless fails with that error, and the cluster does not start.
 
     Args:
@@ -35,7 +35,7 @@ def bound_ports(addresses: Iterable[tuple[str, int, str]]) -> list[int]:
             for listener in listeners:
                 stack.enter_context(listener)
                 if port == 0:
-                    _keep_from_others(listener)
+                    keep_from_others(listener)
             ports.append(int(listeners[0].getsockname()[1]))
         return ports
 
@@ -49,19 +49,6 @@ def free_port(host: str, taken: Collection[str] = ()) -> int:
     """
     ports = bound_ports([(host, 0, "--port")] * (len(taken) + 1))  # one of them is not taken
     return next(port for port in ports if f":{port}" not in taken)
-
-
-def _keep_from_others(listener: socket.socket) -> None:
-    """Leaves a port in TIME_WAIT, in which Linux neither gives it to a connection nor to a server
-    that asks for any port. A server that asks for this port gets it, as it sets SO_REUSEADDR.
-    """
-    with socket.socket(listener.family, listener.type) as client:
-        client.settimeout(_CONNECT_TIMEOUT_S)
-        try:
-            client.connect(listener.getsockname())
-        except OSError:
-            return  # the port is only more likely to be taken
-        listener.accept()[0].close()  # TIME_WAIT is on the side that closes first
 
 
 def _bind(host: str, port: int, flag: str) -> list[socket.socket]:

@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from baton.common.errors import ConfigurationError
+from baton.common.ports import keep_from_others
 from baton.common.ray_cluster import actor_options, in_bundle, join_cluster, reserve
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
@@ -107,6 +108,7 @@ class RayRanks(HostRanks):
         address = self._ray.util.get_node_ip_address()
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
+            keep_from_others(server)
         return [
             RankPlace(rank, len(nodes), address, port, num_local=nodes.count(node))
             for rank, node in enumerate(nodes)
