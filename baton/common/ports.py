@@ -1,4 +1,4 @@
-"""`keep_from_others`: a port that stays free between its choice and the server that listens there."""
+"""`keep_from_others`: a chosen port stays free until the server that wants it listens there."""
 
 import socket
 

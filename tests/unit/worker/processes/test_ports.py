@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from baton.common import ports as common_ports
 from baton.common.errors import ConfigurationError
 from worker.processes import ports
 from worker.processes.ports import bound_ports, free_port
@@ -58,5 +59,5 @@ def test_only_a_server_that_asks_for_a_free_port_by_its_number_gets_it(host):
 
 
 def test_a_port_that_cannot_be_connected_to_is_free_all_the_same(monkeypatch):
-    monkeypatch.setattr(ports, "_CONNECT_TIMEOUT_S", 0.0)  # the connection is not waited for
+    monkeypatch.setattr(common_ports, "_CONNECT_TIMEOUT_S", 0.0)  # the connection is not waited for
     assert free_port("127.0.0.1") > 0
