@@ -4,9 +4,10 @@
    port leaves the calls to the others; its service listens when it has started.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
-4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service drains. A
-   service whose callers have others to go to closes its port first, so that their next calls go
-   there. SIGINT ends the drain; more of the others do not, as a supervisor may repeat them.
+4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING. The service serves on for
+   `--shutdown-delay-s`, in which load balancers notice, and then drains. A service whose callers
+   have others to go to closes its port first, so that their next calls go there. SIGINT ends delay
+   and drain; more of the others do not, as a supervisor may repeat them.
 5. Stop the server, close the service.
 
 A signal during step 2 stops the server and the process. A service that can serve no more calls
@@ -19,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -69,6 +71,11 @@ class StartInterruptedError(Exception):
 
 class Service(Protocol):
     """A started service, as its server sees it."""
+
+    def announce_stop(self) -> None:
+        """Called when the server is asked to stop, before the drain. The service takes requests
+        until then, and says wherever it is asked that it will not.
+        """
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; returns when the running ones have ended, or at the timeout."""
@@ -311,24 +318,38 @@ async def serve(
             service = await _unless(signals.requested, start_service(server))
             if service is None:
                 raise StartInterruptedError
-            await _run(server, service, signals, config.drain_timeout_s)
+            await _run(server, service, signals, config)
         finally:
             await server.stop(0)
 
 
 async def _run(
-    server: RpcServer, service: Service, signals: StopSignals, drain_timeout_s: float
+    server: RpcServer, service: Service, signals: StopSignals, config: ServerConfig
 ) -> None:
     _tune_garbage_collector()
     try:
         await _unless(signals.requested, server.wait_failed())
         server.begin_stop()
-        _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, drain_timeout_s)
-        await _unless(signals.forced, service.drain(drain_timeout_s))
+        service.announce_stop()
+        if config.shutdown_delay_s > 0:
+            _LOGGER.info(
+                "stopping address=%s delay_s=%.1f", server.address, config.shutdown_delay_s
+            )
+            await _unless(signals.forced, _wait_failed_for(server, config.shutdown_delay_s))
+        timeout_s = config.drain_timeout_s
+        _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, timeout_s)
+        await _unless(signals.forced, service.drain(timeout_s))
         await server.stop(0 if signals.forced.is_set() else _STOP_GRACE_S)
     finally:
         await service.close()
         _LOGGER.info("stopped address=%s", server.address)
+
+
+async def _wait_failed_for(server: RpcServer, duration_s: float) -> None:
+    """Waits for `duration_s`; raises the cause if the service fails meanwhile."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(duration_s):
+            await server.wait_failed()
 
 
 def _tune_garbage_collector() -> None:
