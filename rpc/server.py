@@ -331,12 +331,10 @@ async def _run(
         await _unless(signals.requested, server.wait_failed())
         server.begin_stop()
         service.announce_stop()
-        if config.shutdown_delay_s > 0:
-            _LOGGER.info(
-                "stopping address=%s delay_s=%.1f", server.address, config.shutdown_delay_s
-            )
-            await _unless(signals.forced, _wait_failed_for(server, config.shutdown_delay_s))
-        timeout_s = config.drain_timeout_s
+        delay_s, timeout_s = config.shutdown_delay_s, config.drain_timeout_s
+        if delay_s > 0:
+            _LOGGER.info("serving address=%s until the drain in %.1f s", server.address, delay_s)
+            await _unless(signals.forced, _wait_failed_for(server, delay_s))
         _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, timeout_s)
         await _unless(signals.forced, service.drain(timeout_s))
         await server.stop(0 if signals.forced.is_set() else _STOP_GRACE_S)
