@@ -76,6 +76,7 @@ class Service(Protocol):
         """Called when the server is asked to stop, before the drain. The service takes requests
         until then, and says wherever it is asked that it will not.
         """
+        return
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; returns when the running ones have ended, or at the timeout."""

@@ -1,5 +1,5 @@
 """The commands, variables, probes and stops of the rendered Helm chart, as processes under load: a
-rolling update loses no request.
+rolling update loses no request, and requests wait for a tier that begins at zero.
 """
 
 import asyncio
@@ -73,13 +73,13 @@ class Release:
 
 
 @asynccontextmanager
-async def running_release(folder):
-    (manifests,) = render_all([VALUES])
+async def running_release(folder, values, tiers):
+    (manifests,) = render_all([values])
     assert not isinstance(manifests, str), manifests
     release = Release(manifests, folder)
     following = asyncio.create_task(release.endpoints.follow())
     try:
-        release.pods = {tier: release.start(tier) for tier in ("router", "prefill", "decode")}
+        release.pods = {tier: release.start(tier) for tier in tiers}
         for pod in release.pods.values():
             await pod.wait_ready()
         await release.endpoints.has_ready.wait()
@@ -91,30 +91,31 @@ async def running_release(folder):
 
 
 async def send_until(ended, endpoints, client, answers):
-    """Sends one request after the other, each over a new connection to a router that is listed."""
+    """Sends one request after the other to a router that is listed."""
     number = 0
     while not ended.is_set():
         router = endpoints.ready[number % len(endpoints.ready)]
         number += 1
-        body = {
-            "model": "demo",
-            "prompt": f"Client {client}, request {number}: " + "word " * 40,
-            "max_tokens": NUM_TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        url = f"http://127.0.0.1:{router.ports['http']}/v1/completions"
-        try:
-            async with httpx2.AsyncClient(timeout=300) as http:
-                answer = await http.post(url, json=body)
-            answers.append(tokens_of(answer))
-        except httpx2.TransportError as error:
-            answers.append(f"{type(error).__name__}: {error}")
+        answers.append(await send(router, f"Client {client}, request {number}: " + "word " * 40))
 
 
-def tokens_of(answer):
-    """The number of tokens of a whole stream, or what is wrong with it."""
+async def send(router, prompt):
+    """Returns the number of tokens of a whole stream, or what is wrong with it. The connection is
+    a new one.
+    """
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        async with httpx2.AsyncClient(timeout=300) as http:
+            answer = await http.post(f"{router.url}/v1/completions", json=body)
+    except httpx2.TransportError as error:
+        return f"{type(error).__name__}: {error}"
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     if answer.status_code != 200 or events[-1] != "[DONE]":
         return f"{answer.status_code} {answer.text[-300:]}"
@@ -123,7 +124,7 @@ def tokens_of(answer):
 
 async def test_a_rolling_update_of_every_pod_loses_no_request(tmp_path):
     answers, ended = [], asyncio.Event()
-    async with running_release(tmp_path) as release:
+    async with running_release(tmp_path, VALUES, ("router", "prefill", "decode")) as release:
         clients = [
             asyncio.create_task(send_until(ended, release.endpoints, number, answers))
             for number in range(NUM_CLIENTS)
@@ -137,3 +138,25 @@ async def test_a_rolling_update_of_every_pod_loses_no_request(tmp_path):
             ended.set()
             await asyncio.gather(*clients)
     assert [answer for answer in answers if answer != NUM_TOKENS] == []
+
+
+async def test_requests_wait_for_the_first_worker_and_say_so_to_the_scaler(tmp_path):
+    values = {
+        **VALUES,
+        "router": {"readyWithoutWorkers": True, "args": ["--queue-timeout-s=300"]},
+        "decode": {**_WORKER, "autoscaling": {"type": "keda", "minReplicas": 0}},
+        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
+    }
+    async with running_release(tmp_path, values, ("router",)) as release, asyncio.timeout(300):
+        router = release.pods["router"]
+        token = (tmp_path / "run" / "metrics-token").read_text()
+        sending = asyncio.create_task(send(router, "Is anybody there?"))
+        async with httpx2.AsyncClient(timeout=30) as http:
+            is_waiting = False
+            while not is_waiting:
+                answer = await http.get(
+                    f"{router.url}/metrics", headers={"authorization": f"Bearer {token}"}
+                )
+                is_waiting = 'baton_router_waiting_requests{model="demo"} 1.0' in answer.text
+        release.start("decode")
+        assert await sending == NUM_TOKENS

@@ -61,6 +61,10 @@ class Pod:
             )
 
     @property
+    def url(self):
+        return f"http://127.0.0.1:{self.ports['http']}"
+
+    @property
     def log(self):
         return self._log.read_text(errors="replace")
 
@@ -71,7 +75,8 @@ class Pod:
             service = probe["grpc"].get("service", "")
             address = f"127.0.0.1:{self.ports['grpc']}"
             return await check_health(address, service=service, timeout_s=30) == "SERVING"
-        url = f"http://127.0.0.1:{self.ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
+        assert probe["httpGet"]["port"] == "http"
+        url = f"{self.url}{probe['httpGet']['path']}"
         try:
             async with httpx2.AsyncClient(timeout=30) as client:
                 return (await client.get(url)).is_success
