@@ -1,7 +1,8 @@
 """JSON schemas of the custom resources that the chart makes, by API version and kind.
 
 They have the fields that the chart may use, with the types and required fields of the projects'
-own definitions: KEDA 2.18, cert-manager 1.19 and the Prometheus operator 0.86.
+own definitions: KEDA 2.18, cert-manager 1.19, the Prometheus operator 0.86 and LeaderWorkerSet
+0.10, whose pods are checked by Kubernetes' schemas.
 """
 
 
@@ -95,6 +96,26 @@ _POD_MONITOR = _object(
         ),
     },
 )
+_COUNT_OR_SHARE = {"anyOf": [_COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
+_POD_TEMPLATE = _object(["spec"], metadata={"type": "object"}, spec={"type": "object"})
+_LEADER_WORKER_SET = _object(
+    ["leaderWorkerTemplate"],
+    replicas=_COUNT,
+    rolloutStrategy=_object(
+        ["type"],
+        type={"const": "RollingUpdate"},
+        rollingUpdateConfiguration=_object(
+            maxSurge=_COUNT_OR_SHARE, maxUnavailable=_COUNT_OR_SHARE
+        ),
+    ),
+    leaderWorkerTemplate=_object(
+        ["workerTemplate"],
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+        leaderTemplate=_POD_TEMPLATE,
+        workerTemplate=_POD_TEMPLATE,
+    ),
+)
 
 CRD_SCHEMAS = {
     (api_version, kind): _resource(api_version, kind, spec)
@@ -102,5 +123,6 @@ CRD_SCHEMAS = {
         ("keda.sh/v1alpha1", "ScaledObject", _SCALED_OBJECT),
         ("cert-manager.io/v1", "Certificate", _CERTIFICATE),
         ("monitoring.coreos.com/v1", "PodMonitor", _POD_MONITOR),
+        ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET),
     )
 }

@@ -57,9 +57,23 @@ def schema_errors(manifest, version):
         validator = jsonschema.Draft202012Validator(CRD_SCHEMAS[kind])
     else:
         validator = _validator(version, *kind)
-    return [
+    errors = [
         f"{kind[1]} {error.json_path}: {error.message}" for error in validator.iter_errors(manifest)
     ]
+    if kind[1] == "LeaderWorkerSet":
+        for pod in pod_templates(manifest):
+            errors += schema_errors({"apiVersion": "v1", "kind": "Pod", **pod}, version)
+    return errors
+
+
+def pod_templates(workload):
+    """The templates of the pods that serve something, and of others, of a Deployment or a
+    LeaderWorkerSet.
+    """
+    if workload["kind"] == "Deployment":
+        return [workload["spec"]["template"]]
+    template = workload["spec"]["leaderWorkerTemplate"]
+    return [template["leaderTemplate"], template["workerTemplate"]]
 
 
 @cache

@@ -9,11 +9,19 @@ import pytest
 from baton.cli import build_parser
 from baton.common.flags.config_flags import config_from_args
 from engine.cli_args import engine_config_from_args
+from engine.runtime.ranks.place import place_of
 from router.config.router import router_config_from_args
 from rpc.registration import RegistrationConfig
 from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.standard_services import LIVENESS
-from tests.support.helm_chart import NAMESPACE, ROOT, needs_helm, render_all, schema_errors
+from tests.support.helm_chart import (
+    NAMESPACE,
+    ROOT,
+    needs_helm,
+    pod_templates,
+    render_all,
+    schema_errors,
+)
 
 pytestmark = needs_helm
 
@@ -62,6 +70,11 @@ CASES = {
         "networkPolicy": {"clients": [{"podSelector": {}}]},
         "podMonitor": {"enabled": True},
     },
+    "groups": {
+        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {"type": "hpa"}},
+        "prefill": {"groupSize": 4, "rollingUpdate": {"maxSurge": "50%"}},
+        "discovery": "dns",
+    },
     "hpa": {
         "fullnameOverride": "x",
         "auth": {"existingSecret": "mine"},
@@ -90,6 +103,9 @@ REFUSED = {
     "set autoscaling.prometheusUrl": {"prefill": {"autoscaling": {"type": "keda"}}},
     "which only type keda can do": {"prefill": {"autoscaling": {"type": "hpa", "minReplicas": 0}}},
     "set router.readyWithoutWorkers": {"decode": {"autoscaling": KEDA}},
+    "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
+        "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
+    },
     "minReplicas is 5, above maxReplicas 4": {
         "decode": {"autoscaling": {"type": "hpa", "minReplicas": 5}}
     },
@@ -116,14 +132,21 @@ def by_name(manifests, kind):
     return {manifest["metadata"]["name"]: manifest for manifest in of_kind(manifests, kind)}
 
 
-def pod_of(deployment):
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    return pod, container
+def workloads(manifests):
+    return of_kind(manifests, "Deployment", "LeaderWorkerSet")
+
+
+def pods_of(manifests):
+    """The pods with their container."""
+    for workload in workloads(manifests):
+        for template in pod_templates(workload):
+            (container,) = template["spec"]["containers"]
+            yield template["spec"], container
 
 
 def baton_pods(manifests):
-    pods = [pod_of(deployment) for deployment in of_kind(manifests, "Deployment")]
+    """The pods of Baton by the name of their container. Of a group, the first one is its leader."""
+    pods = reversed(list(pods_of(manifests)))
     return {
         container["name"]: (pod, container)
         for pod, container in pods
@@ -181,8 +204,7 @@ def test_a_pod_has_the_time_that_its_stop_takes(manifests):
 
 
 def test_pods_need_no_user_no_rights_and_no_writable_image(manifests):
-    for deployment in of_kind(manifests, "Deployment"):
-        pod, container = pod_of(deployment)
+    for pod, container in pods_of(manifests):
         security = container["securityContext"]
         assert security["readOnlyRootFilesystem"]
         assert not security["allowPrivilegeEscalation"]
@@ -196,8 +218,7 @@ def test_pods_need_no_user_no_rights_and_no_writable_image(manifests):
 
 def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
     secrets = {name: set(secret["data"]) for name, secret in by_name(manifests, "Secret").items()}
-    for deployment in of_kind(manifests, "Deployment"):
-        pod, container = pod_of(deployment)
+    for pod, container in pods_of(manifests):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert sorted(paths.values()) == sorted(volumes)
@@ -214,9 +235,13 @@ def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
 
 
 def test_selectors_find_the_pods_of_their_name(manifests):
+    index = "leaderworkerset.sigs.k8s.io/worker-index"  # which LeaderWorkerSet adds
     labels = {
-        name: deployment["spec"]["template"]["metadata"]["labels"]
-        for name, deployment in by_name(manifests, "Deployment").items()
+        workload["metadata"]["name"]: {
+            **pod_templates(workload)[0]["metadata"]["labels"],
+            **({index: "0"} if workload["kind"] == "LeaderWorkerSet" else {}),
+        }
+        for workload in workloads(manifests)
     }
     selecting = of_kind(manifests, "Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor")
     for manifest in selecting:
@@ -225,6 +250,8 @@ def test_selectors_find_the_pods_of_their_name(manifests):
         selector = selector.get("matchLabels", selector)
         found = [pod for pod, of_pod in labels.items() if selector.items() <= of_pod.items()]
         assert found == [name.replace("-routers", "-router")]
+        if manifest["kind"] == "Service":  # followers serve nothing
+            assert (index in selector) == (index in labels[found[0]])
     for name, deployment in by_name(manifests, "Deployment").items():
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
 
@@ -265,19 +292,21 @@ def test_probes_answer_in_a_second_and_live_through_loading_and_drains(manifests
 
 
 def test_autoscalers_have_their_target_and_follow_metrics_that_exist(manifests):
-    deployments = by_name(manifests, "Deployment")
     documented = (ROOT / "docs" / "metrics.md").read_text()
     targets = set()
     for scaler in of_kind(manifests, "HorizontalPodAutoscaler", "ScaledObject"):
-        target = scaler["spec"]["scaleTargetRef"]["name"]
-        targets.add(target)
-        assert scaler["metadata"]["name"] == target
+        target = scaler["spec"]["scaleTargetRef"]
+        targets.add((target["apiVersion"], target["kind"], target["name"]))
+        assert scaler["metadata"]["name"] == target["name"]
         queries = [trigger["metadata"]["query"] for trigger in scaler["spec"].get("triggers", ())]
         for query in queries:
             (metric,) = re.findall(r"\bbaton_\w+", query)
             assert f"`{metric}`" in documented
-    for name, deployment in deployments.items():
-        assert ("replicas" in deployment["spec"]) == (name not in targets)
+    for workload in workloads(manifests):
+        named = workload["apiVersion"], workload["kind"], workload["metadata"]["name"]
+        assert ("replicas" in workload["spec"]) == (named not in targets)
+        targets.discard(named)
+    assert not targets
 
 
 def test_gpus_and_their_kernels_have_a_place(answers):
@@ -291,3 +320,22 @@ def test_gpus_and_their_kernels_have_a_place(answers):
         assert {"name": "kernels", **volume} in pod["volumes"]
     assert pods["decode"][1]["resources"]["limits"]["memory"] == "64Gi"
     assert "limits" not in pods["router"][1]["resources"]
+
+
+def test_the_pods_of_a_group_are_the_ranks_of_one_engine(answers):
+    sets = by_name(answers[list(CASES).index("groups")], "LeaderWorkerSet")
+    for name, size in (("baton-prefill", 4), ("baton-decode", 2)):
+        template = sets[name]["spec"]["leaderWorkerTemplate"]
+        assert template["size"] == size
+        leader, follower = (pod["spec"]["containers"][0] for pod in pod_templates(sets[name]))
+        assert leader["args"] == follower["args"]
+        assert {key for key in leader if key not in follower} == {
+            "startupProbe",
+            "livenessProbe",
+            "readinessProbe",
+        }
+        args = build_parser(leader["name"]).parse_args(leader["args"])
+        config = engine_config_from_args(args)
+        variables = {"LWS_GROUP_SIZE": str(size), "LWS_LEADER_ADDRESS": "leader"}
+        place = place_of(config, {**variables, "LWS_WORKER_INDEX": "1"})
+        assert (place.rank, place.size) == (1, size)

@@ -141,6 +141,15 @@ redis://{{ include "baton.fullname" . }}-redis:6379/0?password_file=/run/baton/r
 {{- end }}
 {{- end -}}
 
+{{- /* Arguments: component, values. */ -}}
+{{- define "baton.rollingUpdate" -}}
+{{- $update := .values.rollingUpdate -}}
+{{- if and (has (toString $update.maxSurge) (list "0" "0%")) (has (toString $update.maxUnavailable) (list "0" "0%")) -}}
+{{- fail (printf "%s.rollingUpdate: maxSurge and maxUnavailable are both 0, so no pod could be replaced" .component) -}}
+{{- end -}}
+{{- toJson $update -}}
+{{- end -}}
+
 {{- /* What the platform does before SIGTERM, and how long the process has in all. */ -}}
 {{- define "baton.grace" -}}
 {{- add .preStopSeconds .shutdownDelaySeconds .drainTimeoutSeconds 15 -}}
