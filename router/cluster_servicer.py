@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import grpc
 from typing_extensions import override
 
-from baton.common.errors import InvalidArgumentError, NotFoundError
+from baton.common.errors import BatonError, InvalidArgumentError, NotFoundError
 from baton.common.observe.metrics import Series
 from baton.common.short_texts import short_repr
 from baton.common.version import __version__
@@ -143,7 +142,7 @@ async def _connected_replica(
     )
     if asks_replica:
         answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
-        with suppress(grpc.aio.AioRpcError):
+        with suppress(BatonError):
             answer = await replica.worker.get_load(_LOAD_TIMEOUT_S)
         status.load.CopyFrom(answer.load)
         if answer.HasField("counters"):

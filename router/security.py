@@ -80,14 +80,18 @@ class RouterSecurity:
             return None
         return self.certificates.server_context(verify_mode=self._verify_mode)
 
-    def check_operator(self, host: str, header: str | None) -> None:
+    def check_operator(self, host: str, header: str | None, asked_host: str) -> None:
         """Admits a caller of the HTTP port to what operators see. It has the cluster's token; if
         there is none, it is on the same machine, where clients need no credential either. A
         certificate does not make an operator here: requests over HTTP do not tell its names.
 
+        Without a token it must ask for a loopback address by name: a page of another site whose
+        name leads to this machine (DNS rebinding), and a proxy's client, ask for another name.
+
         Args:
             host: the address on which the port listens.
             header: the authorization header.
+            asked_host: the header Host.
 
         Raises:
             UnauthenticatedError: the header lacks the token.
@@ -96,7 +100,7 @@ class RouterSecurity:
         if self.cluster.has_token:
             if not self.cluster.admits_header(header or ""):
                 raise UnauthenticatedError(_NO_CREDENTIAL)
-        elif not self._is_open(host):
+        elif not self._is_open(host) or not is_loopback(_without_port(asked_host)):
             raise PermissionDeniedError(_NO_OPERATORS)
 
     def _is_open(self, host: str) -> bool:
@@ -120,6 +124,12 @@ class RouterSecurity:
         if self._is_open(host):
             return _authorize_all
         return _refuse_all
+
+
+def _without_port(host: str) -> str:
+    """Returns the name or the address in a header Host."""
+    name, _, port = host.lower().rpartition(":")
+    return (name if name and port.isdigit() else host.lower()).strip("[]")
 
 
 def _operators_apart(authorize_operator: Authorize, authorize: Authorize) -> Authorize:

@@ -17,9 +17,10 @@ so without waiting, until `turn` is free or its stamp changes.
 
 An engine whose streams wait with it writes its wish behind the stamp: how long a
 turn of another engine may be, and how much longer for each sequence that comes to
-it soon. The others read it when they schedule, and bound their steps. Of several
-wishes the shortest counts. A wish is good for about a second and written again
-during longer waits, so it need not be withdrawn.
+it soon. The others read it when they schedule, and bound their steps. So it is
+written before a turn ends: the next engine schedules at once. Of several wishes
+the shortest counts. A wish is good for about a second and written again during
+longer waits, so it need not be withdrawn.
 """
 
 import fcntl
@@ -158,7 +159,9 @@ class Turns:
         return self._lock_turn(_try_once if woken is None else woken.wait)
 
     def end(self) -> None:
-        """Ends the turn, if there is one."""
+        """Ends the turn, if there is one. The next engine finds the wish of the step before it."""
+        if self._has_turn and self._files:
+            self._write_wish()
         if self._is_locked and self._files:
             fcntl.flock(self._files[1], fcntl.LOCK_UN)
         self._has_turn = self._is_locked = False

@@ -65,9 +65,8 @@ class Replica:
         capacity: the largest request that it can run.
         worker: calls of its WorkerService.
         kv_events: the events of its prefix cache.
-        is_leaving: whether it refuses new requests on purpose: it drains, or has left the tier.
         takes_requests: whether new requests may be sent to it. Each request asks for it many times,
-            of all replicas.
+            of all replicas, so it is noted (`_note_state`).
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
@@ -98,7 +97,6 @@ class Replica:
         # What `_note_change` compares, at the last `_on_change`.
         self._shown: tuple[object, ...] = (False, False, False, False, ())
         self._first_role = self._noted_role = info.role
-        self.is_leaving = self._load.is_draining or not self.has_role
         self._role_changed = asyncio.Event()
         clock = asyncio.get_running_loop().time
         self._silence = Silence(clock())
@@ -116,6 +114,13 @@ class Replica:
     def tier_name(self) -> str:
         """Prefill or decode."""
         return tier_name(self.tier)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it refuses new requests on purpose: it drains, or has left the tier. The replica
+        of the other tier may have heard so first, if its worker has both roles.
+        """
+        return self._load.is_draining or not self.has_role
 
     @property
     def role(self) -> "worker_pb2.WorkerRole.ValueType":
@@ -305,7 +310,6 @@ class Replica:
 
     def _note_state(self) -> None:
         """Notes whether it takes requests, after each change of what that depends on."""
-        self.is_leaving = self._load.is_draining or not self.has_role
         self.takes_requests = self._can_take() and not self.is_leaving
 
     def _can_take(self) -> bool:

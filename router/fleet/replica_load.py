@@ -327,7 +327,8 @@ class _FadingShare:
 
 
 class _FadingSum:
-    """How much a count has grown since a worker's start, where recent growth weighs more.
+    """How much a count of a worker has grown since this router heard of it, where recent growth
+    weighs more. What the worker did before may be of hours, and says nothing of late.
 
     Attributes:
         order: the sum's logarithm, plus what every sum fades by until it is read. So the orders of
@@ -336,11 +337,13 @@ class _FadingSum:
 
     def __init__(self) -> None:
         self.order = -math.inf
-        self._last = 0
+        self._last: int | None = None
 
     def add(self, count: int, now: float) -> None:
-        """Takes the count of now."""
-        growth, self._last = count - self._last, count
+        """Takes the count of now. A lower one is late: a worker of both roles sends two reports."""
+        growth = 0 if self._last is None else count - self._last
+        if growth >= 0:
+            self._last = count
         if growth > 0:
             added = math.log(growth) + now / _HIT_MEMORY_S
             low, high = sorted((self.order, added))

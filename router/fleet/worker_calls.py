@@ -1,9 +1,12 @@
 """`WorkerCalls`: calls of one worker's WorkerService."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import grpc
 
+from baton.common.errors import UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import from_rpc_error
@@ -14,6 +17,22 @@ _Loads = grpc.aio.UnaryStreamCall[worker_pb2.WatchLoadRequest, worker_pb2.WatchL
 _KvEvents = grpc.aio.UnaryStreamCall[
     worker_pb2.WatchKvEventsRequest, worker_pb2.WatchKvEventsResponse
 ]
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Raises Baton's errors in place of gRPC's, and of the cancellation of a call whose channel was
+    closed: the task that waits for it is not cancelled.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise UnavailableError("the worker was lost") from None
 
 
 class WorkerCalls:
@@ -44,11 +63,13 @@ class WorkerCalls:
         """Asks for the load now, and for what it has done.
 
         Raises:
-            AioRpcError: it did not answer in time, or was lost.
+            BatonError: it did not answer in time, or was lost.
         """
-        return await self._stub.GetLoad(
-            worker_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._security.call_metadata()
-        )
+        request = worker_pb2.GetLoadRequest()
+        with _typed_errors():
+            return await self._stub.GetLoad(
+                request, timeout=timeout_s, metadata=self._security.call_metadata()
+            )
 
     async def lend_prefix(
         self, namespace: bytes, keys: Sequence[bytes], timeout_s: float
@@ -59,12 +80,10 @@ class WorkerCalls:
             BatonError: it did not answer in time, refused, or was lost.
         """
         request = worker_pb2.LendPrefixRequest(namespace=namespace, keys=keys)
-        try:
+        with _typed_errors():
             answer = await self._stub.LendPrefix(
                 request, timeout=timeout_s, metadata=self._security.call_metadata()
             )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
         return answer.handoff if answer.HasField("handoff") else None
 
     async def change_role(self, role: "worker_pb2.WorkerRole.ValueType", timeout_s: float) -> None:
@@ -73,11 +92,9 @@ class WorkerCalls:
         Raises:
             BatonError: the worker cannot have this role, or did not answer in time.
         """
-        try:
+        with _typed_errors():
             await self._stub.ChangeRole(
                 worker_pb2.ChangeRoleRequest(role=role),
                 timeout=timeout_s,
                 metadata=self._security.call_metadata(),
             )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error

@@ -68,8 +68,9 @@ async def no_metrics() -> bytes:
     return b""
 
 
-ReadStatus = Callable[[str | None], Awaitable[bytes]]
-"""Returns the state of the router as JSON, to an operator with this authorization header.
+ReadStatus = Callable[[str | None, str], Awaitable[bytes]]
+"""Returns the state of the router as JSON, to an operator with this authorization header, who has
+asked for this host (the header Host).
 
 Raises:
     UnauthenticatedError: the header lacks the cluster's token.
@@ -77,7 +78,7 @@ Raises:
 """
 
 
-async def no_status(header: str | None) -> bytes:
+async def no_status(header: str | None, asked_host: str) -> bytes:
     """Returns an object without fields."""
     return b"{}"
 

@@ -59,7 +59,7 @@ class Place:
         share: what it takes of its tenant's share.
 
     Attributes:
-        started_at: when a replica was found for it; None until then.
+        started_at: when it was started on a replica; None until then.
         has_first_token: whether the first token has come.
         begun_at: when decode sent its first output; None until then.
         grammar: the key of its structured outputs, empty without any.
@@ -142,7 +142,7 @@ class Backlog:
             self._learn_from(place)
 
     def start(self, place: Place) -> None:
-        """Notes that a replica was found for a request."""
+        """Notes that a request is started on a replica: `check_start` has let it pass."""
         place.started_at = self._clock()
 
     def note_first_token(self, place: Place) -> None:
@@ -304,10 +304,12 @@ class Backlog:
         """Learns from a request that has ended, in whatever way."""
         now = self._clock()
         waited_s = now - place.entered_at
-        if not place.has_first_token and waited_s > self._scaled(
-            self._faded(self._first_s), place.num_ahead
-        ):
-            self._add_first(place, now)
+        if not place.has_first_token and place.grammar in self._grammars:
+            # Both times would have been even longer.
+            if waited_s > self._scaled(self._faded(self._first_s), place.num_ahead):
+                self._first_s.add(waited_s, now)
+            if place.started_at is not None and now - place.started_at > self._start_s.value:
+                self._start_s.add(now - place.started_at, now)
         if place.begun_at is None:
             if waited_s > self._expected_s(1, place.num_ahead):
                 self._add_wait(place, now)  # it would have waited even longer

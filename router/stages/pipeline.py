@@ -273,9 +273,9 @@ class Pipeline:
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the outputs of prefill, then those of decode."""
         replica = await self._decode.find(request)
-        self._backlog.start(place)
         if request.record.waits:
             self._check_start(request)
+        self._backlog.start(place)
         tenant = tenant_of_call()
         tenant.use_tokens(request.num_prompt_tokens)
         request.record.mark_routed()

@@ -9,6 +9,7 @@ import pytest
 from baton.common.errors import FailedPreconditionError
 from baton.v1 import prefill_pb2, worker_pb2
 from kvstore.block_key import BlockKeyChain
+from router.fleet.decode_connection import ReplicaLostError
 from router.routing.pulls import PullCosts
 from router.stages import pulling
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
@@ -104,6 +105,18 @@ async def test_a_replica_that_fails_is_not_asked_again_for_a_while(
         assert second.prefixes == []
         answers = router.service.models.only._pipeline._prefill._pulls._answers
         assert answers._mean_s > 0.01 or mishap == "refuses"
+
+
+async def test_a_replica_that_is_lost_while_it_is_asked_ends_no_request():
+    """Its channel is closed, which cancels the question and not the request."""
+    decode = FakeDecode(SCRIPT, kv_connector="grpc")
+    async with second_turn(*prefills(), decode) as (router, first, second):
+        first.holds_prefix = True
+        answer = asyncio.create_task(router.generate(request(TURN, max_tokens=2)))
+        await first.changes.until(lambda: first.asked_keys)
+        router.fleet.find(first.info.worker_id).drop(ReplicaLostError("it is silent"))
+        assert token_ids_of(await answer) == SCRIPT[:2]
+        assert len(second.requests) == 1
 
 
 async def test_workers_without_a_peer_connector_are_never_asked():

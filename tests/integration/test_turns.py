@@ -148,6 +148,16 @@ def test_the_wish_of_an_engine_reaches_others_for_a_moment(make, monkeypatch):
     assert other.others_wish is None
 
 
+def test_the_next_engine_finds_the_wish_of_the_turn_before(make):
+    """An engine schedules in its turn: only then it knows how many sequences decode."""
+    computing, following = make(), make()
+    with computing.wait_for_turn():
+        computing.wish = SHORT
+        assert following.others_wish is None
+    assert following.take()
+    assert following.others_wish == SHORT
+
+
 def test_a_wish_outlives_a_long_turn(make, monkeypatch):
     """It is written again while its engine waits."""
     waiting, computing = make(), make()

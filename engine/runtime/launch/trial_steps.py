@@ -21,8 +21,7 @@ __all__ = ["TrialSteps"]
 
 _WARM_UP_TOKENS = 16
 _TIMED_TOKENS_ON_CPU = 32
-_TIMED_S = 0.05
-"""Chunks are timed until so many seconds have passed, at least one."""
+_NUM_TIMED_CHUNKS = 3
 _DUMMY_DRAW = DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0)
 _DUMMY_RULED_DRAW = replace(_DUMMY_DRAW, rules=LogitRules(1, repetition_penalty=2.0))
 
@@ -152,16 +151,14 @@ class TrialSteps:
         """Measures the seconds per token of a long chunk. `profile` has warmed up before.
 
         Other workers may start on the same cores, and routers compare replicas by this until
-        prompts have been measured. So short chunks are timed more than once, and the fastest
-        counts. On a GPU that is not the first one, which allocates memory.
+        prompts have been measured. So the chunk is timed a few times, as often on each rank, and
+        the fastest counts.
         """
         num_tokens = self._config.max_step_tokens
         if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
         times: list[float] = []
-        began_at = time.perf_counter()
-        num_times = 1 if self._is_on_cpu else 2
-        while len(times) < num_times or time.perf_counter() - began_at < _TIMED_S:
+        for _ in range(_NUM_TIMED_CHUNKS):
             start = time.perf_counter()
             num_computed = self.run(num_tokens, max_seqs=1)
             times.append((time.perf_counter() - start) / num_computed)

@@ -47,7 +47,8 @@ class PageState:
         operators: describes the router.
         models: the models, with the replicas that this process is connected to.
         config: the router's.
-        check: raises an error unless an authorization header is that of an operator.
+        check: raises an error unless an authorization header, and the host that was asked for, are
+            those of an operator.
         clock: monotonic seconds.
     """
 
@@ -56,7 +57,7 @@ class PageState:
         operators: ClusterServicer,
         models: Models,
         config: RouterConfig,
-        check: Callable[[str | None], None],
+        check: Callable[[str | None, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._operators = operators
@@ -69,17 +70,18 @@ class PageState:
         self._interval_s = _MIN_INTERVAL_S
         self._body = b""
 
-    async def read(self, header: str | None) -> bytes:
+    async def read(self, header: str | None, asked_host: str) -> bytes:
         """Returns the state as JSON, at most half an interval old.
 
         Args:
             header: the authorization header.
+            asked_host: the header Host.
 
         Raises:
             UnauthenticatedError: the header lacks the cluster's token.
             PermissionDeniedError: the router shows its state to nobody.
         """
-        self._check(header)
+        self._check(header, asked_host)
         async with self._looking:
             if self._clock() - self._looked_at >= self._interval_s / 2:
                 self._body = json_bytes(await self._look())

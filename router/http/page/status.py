@@ -28,6 +28,7 @@ ENDPOINTS = EndpointGroup(_ROUTER)
 )
 async def get_status(request: Request) -> Response:
     """Returns the state that operators see; docs/page.md says who may read it."""
-    header = request.headers.get("authorization")
-    body = await context_of(request).read_status(header)
+    headers = request.headers
+    read_status = context_of(request).read_status
+    body = await read_status(headers.get("authorization"), headers.get("host", ""))
     return Response(body, headers={"Cache-Control": "no-store"}, media_type="application/json")

@@ -120,9 +120,10 @@ def test_workers_that_announce_themselves_need_what_operators_need(tmp_path):
     authorize_of("127.0.0.1")(REGISTRATION, Call())
 
 
-def check_http(host, header=None, token_file=None, **config):
+def check_http(host, header=None, token_file=None, asked_host="127.0.0.1:8000", **config):
     cluster = CredentialsConfig(token_file=token_file)
-    RouterSecurity(RouterSecurityConfig(cluster=cluster, **config)).check_operator(host, header)
+    security = RouterSecurity(RouterSecurityConfig(cluster=cluster, **config))
+    security.check_operator(host, header, asked_host)
 
 
 def test_over_http_operators_show_the_clusters_token(tmp_path):
@@ -143,3 +144,23 @@ def test_over_http_without_a_token_operators_must_be_on_the_same_machine_without
     ):
         with pytest.raises(PermissionDeniedError, match="--cluster-token-file"):
             check_http(host, f"Bearer {'k' * 32}", **config)
+
+
+@pytest.mark.parametrize(
+    "asked_host", ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]", "[::1]:80"]
+)
+def test_over_http_without_a_token_this_machine_is_asked_for_by_its_own_names(asked_host):
+    check_http("127.0.0.1", asked_host=asked_host)
+
+
+@pytest.mark.parametrize(
+    "asked_host", ["", "evil.example:8000", "localhost.evil.example", "10.0.0.1"]
+)
+def test_pages_of_other_sites_and_clients_of_proxies_are_no_operators(asked_host, tmp_path):
+    """Their names may lead here: by DNS rebinding, or by a proxy on this machine."""
+    with pytest.raises(PermissionDeniedError, match="--cluster-token-file"):
+        check_http("127.0.0.1", asked_host=asked_host)
+    path = tmp_path / "token"
+    with pytest.raises(UnauthenticatedError):
+        check_http("127.0.0.1", None, str(path), asked_host)
+    check_http("127.0.0.1", f"Bearer {path.read_text().strip()}", str(path), asked_host)

@@ -1,5 +1,6 @@
 """The load of a replica, as routing policies see it, and its breaker."""
 
+import math
 from contextlib import suppress
 
 import pytest
@@ -11,7 +12,7 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.structured_outputs import StructuredOutputs
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.fleet.replica_load import ReplicaLoad
+from router.fleet.replica_load import ReplicaLoad, ReplicaLoads
 from router.fleet.tier_replicas import PrefillReplica
 from router.observe.request_record import RequestRecord
 from router.routing.cache_index import CacheIndex
@@ -146,6 +147,30 @@ def test_the_hit_rate_fades_and_stays_while_nothing_is_looked_up():
     assert look_up(190, 300) == pytest.approx(0.55)
 
 
+def test_the_work_of_late_is_what_was_computed_since_the_first_report():
+    clock = Clock()
+    old, new = (ReplicaLoad(INFO, clock=clock) for _ in range(2))
+    counts = {old: 10**9, new: 0}  # the old one has computed for weeks
+
+    def report(load, growth=0):
+        counts[load] += growth
+        load.take(worker_pb2.WorkerLoad(prefix_cache_queries=counts[load]))
+
+    def order():
+        return [load.candidate(1.0).recent_work for load in (old, new)]
+
+    report(old)
+    report(new)
+    assert order() == [-math.inf, -math.inf]
+    report(old, 100)
+    report(new, 200)
+    assert order()[0] < order()[1]
+    before = order()
+    new.take(worker_pb2.WorkerLoad(prefix_cache_queries=100))  # a late report of its other stream
+    report(new)
+    assert order() == before
+
+
 async def test_a_replica_that_refuses_a_grammar_has_room_for_requests_without_one():
     async with open_channel("127.0.0.1:1") as channel:
         info = worker_pb2.GetInfoResponse(worker_id="w", block_size=4, pool_block_size=4)
@@ -214,3 +239,18 @@ async def test_blocks_are_counted_in_units_of_block_keys_for_any_pool_block_size
     assert (candidate.num_blocks, candidate.num_free_blocks) == (10, 10)
     with replica.reserve(num_blocks=9):
         assert replica.candidate().num_free_blocks == 1
+
+
+async def test_a_worker_of_both_roles_leaves_both_tiers_at_its_first_report():
+    both = worker_pb2.GetInfoResponse(
+        worker_id="w", role=worker_pb2.WORKER_ROLE_BOTH, block_size=4, pool_block_size=4
+    )
+    loads = ReplicaLoads()
+    async with open_channel("127.0.0.1:1") as channel:
+        first, second = (
+            PrefillReplica("a:1", both, channel, ClusterSecurity(), CacheIndex(), loads)
+            for _ in range(2)
+        )
+    first._load.take(worker_pb2.WorkerLoad(draining=True))  # comes on the stream of the first
+    assert first.is_leaving
+    assert second.is_leaving

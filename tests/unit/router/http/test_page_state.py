@@ -52,13 +52,13 @@ def config_of(**parts) -> RouterConfig:
     return RouterConfig(grpc=ServerConfig(), http=HttpConfig(), models=(model,), **parts)
 
 
-def page_state(operators=None, clock=None, config=None, check=lambda header: None) -> PageState:
+def page_state(operators=None, clock=None, config=None, check=lambda *asked: None) -> PageState:
     clock = clock or Clock()
     return PageState(operators or Operators(), (), config or config_of(), check, clock)
 
 
 async def read(shown: PageState) -> dict:
-    return json.loads(await shown.read(None))
+    return json.loads(await shown.read(None, ""))
 
 
 async def test_readers_share_a_look_and_nothing_is_asked_between_them():
@@ -92,12 +92,12 @@ async def test_records_are_the_latest_and_the_slowest_and_bounded():
 
 
 async def test_nothing_is_read_without_the_right_credential():
-    def check(header):
+    def check(header, asked_host):
         raise UnauthenticatedError("no")
 
     operators = Operators()
     with pytest.raises(UnauthenticatedError):
-        await page_state(operators, check=check).read("Bearer wrong")
+        await page_state(operators, check=check).read("Bearer wrong", "")
     assert operators.num_looks == 0
 
 
@@ -107,7 +107,7 @@ async def test_flags_are_shown_without_secrets():
         queue_timeout_s=7.0,
         tracing=TracingConfig(otlp_traces_endpoint="http://user:secret@collector:4317"),
     )
-    text = (await page_state(config=config).read(None)).decode()
+    text = (await page_state(config=config).read(None, "")).decode()
     flags = json.loads(text)["configuration"]["router"]
     assert "--queue-timeout-s 7.0" in flags
     assert "--tenants ..." in flags

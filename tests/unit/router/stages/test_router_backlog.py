@@ -324,6 +324,22 @@ def test_a_request_that_waited_is_not_started_if_its_first_token_would_be_late()
         backlog.check_start(9.0, 16, -0.1)
 
 
+@pytest.mark.parametrize("has_started", [False, True])
+def test_requests_that_are_refused_or_leave_do_not_make_starts_look_fast(has_started):
+    backlog, clock = make_backlog()
+    with backlog.place(0) as place:
+        backlog.start(place)
+        clock.now += 0.3
+        backlog.begin(place)
+    for _ in range(10):
+        with backlog.place(0) as place:
+            clock.now += 0.1  # waits for a replica
+            if has_started:
+                backlog.start(place)  # and its client leaves at once
+    with pytest.raises(ResourceExhaustedError, match=r"about 0\.3"):
+        backlog.check_start(9.0, 16, 0.2)
+
+
 def test_a_tenant_waits_for_its_own_requests_and_for_as_many_turns_of_others():
     backlog, clock = make_backlog(num_seats=1)
     begin_and_end(backlog, clock, wait_s=1.0, token_s=0.0, num_tokens=1)
