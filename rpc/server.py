@@ -29,9 +29,10 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.common.addresses import join_host_port
 from baton.common.container_limits import describe_limits
-from baton.common.errors import ConfigurationError, Reason, UnavailableError
+from baton.common.errors import ConfigurationError
 from baton.common.flags.unknown_variables import unknown_variables
 from rpc.channels import SERVER_OPTIONS
+from rpc.handler_table import HandlerTable
 from rpc.interceptors import CallInterceptor
 from rpc.listeners import write_port_file
 from rpc.logs import start_logging
@@ -91,40 +92,6 @@ serving when it is ready.
 """
 
 
-class _HandlerTable(grpc.GenericRpcHandler):
-    """Method handlers that can be added after the server has started.
-
-    Passed instead of the server to the generated `add_…Servicer_to_server`. Until
-    the first handler is added, calls of the named services get UNAVAILABLE.
-    """
-
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self._service_names = frozenset(service_names)
-        self._handlers: list[grpc.GenericRpcHandler] = []
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Adds the handlers of one service."""
-        self._handlers.extend(handlers)
-
-    def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
-        """Ignores the handlers: the generated code passes the same ones to both methods."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Returns the handler of a method; None for an unknown method."""
-        if not self._handlers and self._is_expected(str(handler_call_details.method)):
-            # On the wire unary calls are streams of one message, so this handler fits any method.
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        found = (handler.service(handler_call_details) for handler in self._handlers)
-        return next((handler for handler in found if handler is not None), None)
-
-    def _is_expected(self, method: str) -> bool:
-        return method.strip("/").partition("/")[0] in self._service_names
-
-
-async def _refuse(requests: Any, context: Any) -> None:
-    raise UnavailableError("the server is starting", reason=Reason.SERVER_STARTING)
-
-
 class RpcServer:
     """A grpc.aio server with health, reflection and Baton's interceptor.
 
@@ -145,7 +112,7 @@ class RpcServer:
         access: ServerAccess | None = None,
     ) -> None:
         self._access = access or ServerAccess()
-        self._handlers = _HandlerTable(service_names)
+        self._handlers = HandlerTable(service_names)
         self.port = 0
         self._config = config
         self._health = HealthServicer(service_names)
