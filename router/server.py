@@ -211,6 +211,11 @@ class RouterService(Service):
         self._metrics.count_call(protocol, status)
 
     @override
+    def announce_stop(self) -> None:
+        if self.http is not None:
+            self.http.announce_stop()
+
+    @override
     async def drain(self, timeout_s: float) -> None:
         """Closes the ports, so that clients go to other routers, and waits for the calls and
         requests that have come.

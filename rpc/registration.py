@@ -296,6 +296,10 @@ class RegisteredService(Service):
         return cls(service, registration)
 
     @override
+    def announce_stop(self) -> None:
+        self._service.announce_stop()
+
+    @override
     async def drain(self, timeout_s: float) -> None:
         await self._end()
         await self._service.drain(timeout_s)

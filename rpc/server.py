@@ -4,9 +4,10 @@
    port leaves the calls to the others; its service listens when it has started.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
-4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING and the service drains. A
-   service whose callers have others to go to closes its port first, so that their next calls go
-   there. SIGINT ends the drain; more of the others do not, as a supervisor may repeat them.
+4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING. The service serves on for
+   `--shutdown-delay-s`, in which load balancers notice, and then drains. A service whose callers
+   have others to go to closes its port first, so that their next calls go there. SIGINT ends delay
+   and drain; more of the others do not, as a supervisor may repeat them.
 5. Stop the server, close the service.
 
 A signal during step 2 stops the server and the process. A service that can serve no more calls
@@ -19,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,9 +29,10 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.common.addresses import join_host_port
 from baton.common.container_limits import describe_limits
-from baton.common.errors import ConfigurationError, Reason, UnavailableError
+from baton.common.errors import ConfigurationError
 from baton.common.flags.unknown_variables import unknown_variables
 from rpc.channels import SERVER_OPTIONS
+from rpc.handler_table import HandlerTable
 from rpc.interceptors import CallInterceptor
 from rpc.listeners import write_port_file
 from rpc.logs import start_logging
@@ -70,6 +73,12 @@ class StartInterruptedError(Exception):
 class Service(Protocol):
     """A started service, as its server sees it."""
 
+    def announce_stop(self) -> None:
+        """Called when the server is asked to stop, before the drain. The service takes requests
+        until then, and says wherever it is asked that it will not.
+        """
+        return
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; returns when the running ones have ended, or at the timeout."""
 
@@ -81,40 +90,6 @@ ServiceStarter = Callable[["RpcServer"], Coroutine[Any, Any, Service]]
 """Starts a service and adds its servicers to the `RpcServer`. The service sets the server
 serving when it is ready.
 """
-
-
-class _HandlerTable(grpc.GenericRpcHandler):
-    """Method handlers that can be added after the server has started.
-
-    Passed instead of the server to the generated `add_…Servicer_to_server`. Until
-    the first handler is added, calls of the named services get UNAVAILABLE.
-    """
-
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self._service_names = frozenset(service_names)
-        self._handlers: list[grpc.GenericRpcHandler] = []
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Adds the handlers of one service."""
-        self._handlers.extend(handlers)
-
-    def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
-        """Ignores the handlers: the generated code passes the same ones to both methods."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Returns the handler of a method; None for an unknown method."""
-        if not self._handlers and self._is_expected(str(handler_call_details.method)):
-            # On the wire unary calls are streams of one message, so this handler fits any method.
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        found = (handler.service(handler_call_details) for handler in self._handlers)
-        return next((handler for handler in found if handler is not None), None)
-
-    def _is_expected(self, method: str) -> bool:
-        return method.strip("/").partition("/")[0] in self._service_names
-
-
-async def _refuse(requests: Any, context: Any) -> None:
-    raise UnavailableError("the server is starting", reason=Reason.SERVER_STARTING)
 
 
 class RpcServer:
@@ -137,7 +112,7 @@ class RpcServer:
         access: ServerAccess | None = None,
     ) -> None:
         self._access = access or ServerAccess()
-        self._handlers = _HandlerTable(service_names)
+        self._handlers = HandlerTable(service_names)
         self.port = 0
         self._config = config
         self._health = HealthServicer(service_names)
@@ -311,24 +286,36 @@ async def serve(
             service = await _unless(signals.requested, start_service(server))
             if service is None:
                 raise StartInterruptedError
-            await _run(server, service, signals, config.drain_timeout_s)
+            await _run(server, service, signals, config)
         finally:
             await server.stop(0)
 
 
 async def _run(
-    server: RpcServer, service: Service, signals: StopSignals, drain_timeout_s: float
+    server: RpcServer, service: Service, signals: StopSignals, config: ServerConfig
 ) -> None:
     _tune_garbage_collector()
     try:
         await _unless(signals.requested, server.wait_failed())
         server.begin_stop()
-        _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, drain_timeout_s)
-        await _unless(signals.forced, service.drain(drain_timeout_s))
+        service.announce_stop()
+        delay_s, timeout_s = config.shutdown_delay_s, config.drain_timeout_s
+        if delay_s > 0:
+            _LOGGER.info("serving address=%s until the drain in %.1f s", server.address, delay_s)
+            await _unless(signals.forced, _wait_failed_for(server, delay_s))
+        _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, timeout_s)
+        await _unless(signals.forced, service.drain(timeout_s))
         await server.stop(0 if signals.forced.is_set() else _STOP_GRACE_S)
     finally:
         await service.close()
         _LOGGER.info("stopped address=%s", server.address)
+
+
+async def _wait_failed_for(server: RpcServer, duration_s: float) -> None:
+    """Waits for `duration_s`; raises the cause if the service fails meanwhile."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(duration_s):
+            await server.wait_failed()
 
 
 def _tune_garbage_collector() -> None:

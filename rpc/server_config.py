@@ -37,6 +37,12 @@ class ServerConfig:
         "time for running requests after SIGTERM; SIGINT then ends them",
         metavar="SECONDS",
     )
+    shutdown_delay_s: float = flag(
+        0.0,
+        "time after SIGTERM in which the process serves on, while health and /ready already say "
+        "that it does not, so that load balancers send new requests elsewhere before it drains",
+        metavar="SECONDS",
+    )
     log_level: str = flag("info", "log level", choices=_LOG_LEVELS, is_main=True)
     log_format: str = flag(
         "text", "form of log lines; JSON lines have their fields as keys", choices=_LOG_FORMATS
@@ -44,10 +50,13 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_port("--port", self.port)
-        if not self.drain_timeout_s >= 0:
-            raise ConfigurationError(
-                f"--drain-timeout-s is {self.drain_timeout_s}; it must be >= 0"
-            )
+        _check_duration("--drain-timeout-s", self.drain_timeout_s)
+        _check_duration("--shutdown-delay-s", self.shutdown_delay_s)
+
+
+def _check_duration(flag_name: str, duration_s: float) -> None:
+    if not duration_s >= 0:
+        raise ConfigurationError(f"{flag_name} is {duration_s}; it must be >= 0")
 
 
 def check_port(flag_name: str, port: int | None) -> None:

@@ -23,6 +23,10 @@ from baton.common.short_texts import short_repr
 
 __all__ = ["HEALTH_SERVICE_NAME", "HealthServicer", "add_reflection"]
 
+LIVENESS = "liveness"
+"""Name that health answers SERVING for, as long as the event loop answers: while a model is loaded,
+while a step hangs and during a drain too. Probes that end a process ask for it.
+"""
 HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OLD_PACKAGE = "grpc.reflection.v1alpha"
 _NEW_PACKAGE = "grpc.reflection.v1"
@@ -32,14 +36,15 @@ _METHOD = "ServerReflectionInfo"
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped
-    """Reports one status for all services of a server; "" names the server itself.
+    """Reports one status for all services of a server; "" names the server itself, and `LIVENESS`
+    its event loop.
 
     Args:
         service_names: full names of the services, for example `baton.v1.WorkerService`.
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
-        self._service_names = frozenset(("", *service_names))
+        self._service_names = frozenset(("", LIVENESS, *service_names))
         self._is_serving = False
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -96,7 +101,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
     def _status(self, service: str) -> "HealthCheckResponse.ServingStatus":
         if service not in self._service_names:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING
+        is_serving = self._is_serving or service == LIVENESS
+        return HealthCheckResponse.SERVING if is_serving else HealthCheckResponse.NOT_SERVING
 
     def _notify(self) -> None:
         """Wakes all watchers. Each change has an event of its own, so no watcher misses one."""

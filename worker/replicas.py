@@ -124,7 +124,7 @@ def replica_spec(
     server, metrics = config_from_args(ServerConfig, args), config_from_args(MetricsConfig, args)
     if metrics.port:  # 0 is any free port
         metrics = replace(metrics, port=metrics.port + number)
-    replica_server = replace(server, port=port, port_file=None)
+    replica_server = replace(server, port=port, port_file=None, shutdown_delay_s=0.0)
     others = (
         config_from_args(one, args) for one in (CertificateFiles, CredentialsConfig, TracingConfig)
     )
@@ -147,7 +147,7 @@ def remote_replica_spec(
         token: of the cluster: a file of it may not be there.
     """
     server = config_from_args(ServerConfig, args)
-    flags = flags_of_config(server, omit=("host", "port", "port_file"))
+    flags = flags_of_config(server, omit=("host", "port", "port_file", "shutdown_delay_s"))
     flags += flags_of_config(config_from_args(CredentialsConfig, args), omit=("token_file",))
     for config in (CertificateFiles, TracingConfig):
         flags += flags_of_config(config_from_args(config, args))

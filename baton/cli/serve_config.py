@@ -31,7 +31,7 @@ _NOT_ENGINE = (
 )
 """Flags of an engine that the router's flags or the command itself set."""
 _NOT_ROUTER = (
-    *("prefill", "decode", "models"),
+    *("prefill", "decode", "models", "shutdown_delay_s"),
     *("token_file", "identities", "server_name"),
     *(field.name for field in fields(WorkerTlsConfig)),
 )

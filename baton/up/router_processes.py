@@ -119,7 +119,8 @@ class RouterProcesses:
 
     def __init__(self, specs: Mapping[ProcessPlace, ProcessSpec], server: ServerConfig) -> None:
         write_line = log_writer(server.log_format)
-        policy = RestartPolicy(stop_grace_s=server.drain_timeout_s + _STOP_GRACE_S)
+        stop_s = server.shutdown_delay_s + server.drain_timeout_s
+        policy = RestartPolicy(stop_grace_s=stop_s + _STOP_GRACE_S)
         self._processes = {
             place: SupervisedProcess(spec, write_line, policy) for place, spec in specs.items()
         }

@@ -94,7 +94,7 @@ class HttpContext:
         read_status: returns what the page shows of the router.
 
     Attributes:
-        is_draining: whether the router takes no more connections, and waits for its requests.
+        is_draining: whether the router was asked to stop, and takes no more connections soon.
     """
 
     def __init__(

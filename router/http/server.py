@@ -107,11 +107,15 @@ class HttpServer:
         """How many requests are answered."""
         return len(self._server.server_state.tasks)
 
+    def announce_stop(self) -> None:
+        """Lets `/ready` answer 503; everything else goes on."""
+        self._app.state.context.is_draining = True
+
     def begin_drain(self) -> None:
         """Closes the listening socket; answers under way continue, and `/ready` answers 503. Each
         open connection ends with the answer to its next request.
         """
-        self._app.state.context.is_draining = True
+        self.announce_stop()
         self._protocol.is_draining = True
         for listener in getattr(self._server, "servers", ()):
             listener.close()

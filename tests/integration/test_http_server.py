@@ -447,6 +447,21 @@ async def test_pages_of_allowed_origins_may_call():
     assert "access-control-allow-origin" not in closed.headers
 
 
+async def test_a_stop_that_is_announced_takes_requests_and_is_not_ready():
+    async with running_http(FakeDecode(script_of("abc"))) as api:
+        api.router.service.announce_stop()
+        statuses = {}
+        for path in ("/ready", "/health", "/version"):
+            reader, writer = await open_connection(api)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            statuses[path] = (await reader.readline()).split()[1]
+            writer.close()
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+        answer = await api.http.post("/v1/completions", json=body)
+    assert statuses == {"/ready": b"503", "/health": b"200", "/version": b"200"}
+    assert answer.status_code == 200
+
+
 async def test_a_drain_lets_answers_end_and_takes_no_more_connections():
     decode = FakeDecode(script_of("abcdef"), pause_after=1)
     async with running_http(decode) as api:

@@ -50,6 +50,7 @@ async def test_a_server_is_not_serving_and_unavailable_until_its_engine_is_ready
         worker = worker_pb2_grpc.WorkerServiceStub(channel)
         for name in ("", *names):
             assert await health_of(channel, name) == NOT_SERVING
+        assert await health_of(channel, "liveness") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -248,7 +249,10 @@ async def test_the_port_file_contains_the_port(tmp_path):
     await missing.stop(0)
 
 
-@pytest.mark.parametrize("changes", [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1.0}, {"shutdown_delay_s": -1.0}],
+)
 def test_bad_flags_are_named(changes):
     (name,) = changes
     with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} is"):
@@ -260,12 +264,17 @@ class ScriptedService:
 
     Attributes:
         has_drained: whether the drain has ended by itself.
+        stop_announced: set when the server was asked to stop.
     """
 
     def __init__(self):
+        self.stop_announced = asyncio.Event()
         self.drain_begun = asyncio.Event()
         self.may_end = asyncio.Event()
         self.has_drained = self.is_closed = False
+
+    def announce_stop(self):
+        self.stop_announced.set()
 
     async def drain(self, timeout_s):
         self.drain_begun.set()
@@ -276,7 +285,7 @@ class ScriptedService:
         self.is_closed = True
 
 
-async def serve_scripted(service):
+async def serve_scripted(service, config=None):
     """Starts `serve` in a task; returns the server and the task once the service is ready."""
     started = asyncio.get_running_loop().create_future()
 
@@ -285,7 +294,7 @@ async def serve_scripted(service):
         started.set_result(server)
         return service
 
-    task = asyncio.create_task(serve(ServerConfig(), (), start))
+    task = asyncio.create_task(serve(config or ServerConfig(), (), start))
     return await started, task
 
 
@@ -302,6 +311,46 @@ async def test_a_signal_to_stop_drains_first(number):
             assert not service.is_closed
         service.may_end.set()
         await task
+    assert service.is_closed
+
+
+async def test_a_delayed_stop_serves_until_its_delay_has_passed():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        server, task = await serve_scripted(service, ServerConfig(shutdown_delay_s=0.2))
+        async with open_channel(server.address) as channel:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await service.stop_announced.wait()
+            assert not service.drain_begun.is_set()
+            assert await health_of(channel) == NOT_SERVING
+            assert await health_of(channel, "liveness") == SERVING
+        await service.drain_begun.wait()
+        service.may_end.set()
+        await task
+    assert service.has_drained
+
+
+async def test_an_interrupt_ends_the_delay_of_a_stop():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        _, task = await serve_scripted(service, ServerConfig(shutdown_delay_s=3600))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await service.stop_announced.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await task
+    assert service.is_closed
+    assert not service.has_drained
+
+
+async def test_a_failure_ends_the_delay_of_a_stop():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        server, task = await serve_scripted(service, ServerConfig(shutdown_delay_s=3600))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await service.stop_announced.wait()
+        server.fail(InternalError("the engine has died"))
+        with pytest.raises(InternalError, match="has died"):
+            await task
     assert service.is_closed
 
 

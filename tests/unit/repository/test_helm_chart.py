@@ -1,0 +1,341 @@
+"""The Helm chart: valid manifests in several configurations, whose parts fit each other and whose
+commands Baton understands; values that are wrong are refused by name.
+"""
+
+import re
+
+import pytest
+
+from baton.cli import build_parser
+from baton.common.flags.config_flags import config_from_args
+from engine.cli_args import engine_config_from_args
+from engine.runtime.ranks.place import place_of
+from router.config.router import router_config_from_args
+from rpc.registration import RegistrationConfig
+from rpc.server_config import MetricsConfig, ServerConfig
+from rpc.standard_services import LIVENESS
+from tests.support.helm_chart import (
+    NAMESPACE,
+    ROOT,
+    needs_helm,
+    pod_templates,
+    render_all,
+    schema_errors,
+)
+
+pytestmark = needs_helm
+
+VERSIONS = ("1.30.0", "1.37.0")  # the oldest that the chart states, and the newest with schemas
+KEDA = {"type": "keda", "minReplicas": 0, "backlogSeconds": 1.5}
+TLS = {"enabled": True, "certManager": {"enabled": True, "issuer": {"name": "ca"}}}
+CASES = {
+    "default": {},
+    "tls": {
+        "tls": TLS,
+        "kvConnector": "grpc://0.0.0.0:7100",
+        "redis": {"enabled": False},
+        "discovery": "dns",
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "auth": {"apiKeySecret": {"name": "keys"}},
+    },
+    "gpus": {
+        "model": {"name": "/mnt/models", "servedName": "qwen", "claimName": "qwen", "subPath": "a"},
+        "prefill": {
+            "gpus": 1,
+            "kernelCacheClaimName": "kernels",
+            "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
+        },
+        "decode": {
+            "gpus": 2,
+            "sharedMemory": "8Gi",
+            "args": ["--tensor-parallel-size=2"],
+            "resources": {"limits": {"memory": "64Gi"}},
+        },
+        "router": {"replicas": 2, "processes": 2, "preStopSeconds": 5},
+    },
+    "keda": {
+        "model": {
+            "name": "org/model",
+            "hub": {"tokenSecret": {"name": "hub"}, "cacheClaimName": "hub"},
+        },
+        "discovery": "registration",
+        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
+        "router": {"readyWithoutWorkers": True},
+        "prefill": {"autoscaling": KEDA},
+        "decode": {
+            "autoscaling": KEDA,
+            "tolerations": [{"operator": "Exists"}],
+            "nodeSelector": {"gpu": "h100"},
+        },
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+        "podMonitor": {"enabled": True},
+    },
+    "groups": {
+        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {"type": "hpa"}},
+        "prefill": {"groupSize": 4, "rollingUpdate": {"maxSurge": "50%"}},
+        "discovery": "dns",
+    },
+    "hpa": {
+        "fullnameOverride": "x",
+        "auth": {"existingSecret": "mine"},
+        "kvConnector": "rediss://cache:6379/0",
+        "redis": {"enabled": False},
+        "prefill": {"autoscaling": {"type": "hpa"}, "pdb": {"enabled": False}},
+        "networkPolicy": {"enabled": False},
+        "serviceAccount": {"routerName": "given"},
+    },
+}
+REFUSED = {
+    "/router/replicas": {"router": {"replicas": "many"}},
+    "/decode/autoscaling/type": {"decode": {"autoscaling": {"type": "kedda"}}},
+    "'rooter' not allowed": {"rooter": {}},
+    "/prefill/drainTimeoutSeconds": {"prefill": {"drainTimeoutSeconds": -1}},
+    "/model/mountPath": {"model": {"mountPath": "models"}},
+    "/discovery": {"discovery": "zookeeper"},
+    "/prefill/args/0": {"prefill": {"args": ["max-num-seqs=3"]}},
+    "kvConnector is empty and redis.enabled is false": {"redis": {"enabled": False}},
+    "the chart's Redis does not encrypt": {"tls": TLS},
+    "tls.enabled needs tls.existingSecret": {"tls": {"enabled": True}, "kvConnector": "grpc://"},
+    "issuer.name is empty": {
+        "tls": {"enabled": True, "certManager": {"enabled": True}},
+        "kvConnector": "grpc://",
+    },
+    "set autoscaling.prometheusUrl": {"prefill": {"autoscaling": {"type": "keda"}}},
+    "which only type keda can do": {"prefill": {"autoscaling": {"type": "hpa", "minReplicas": 0}}},
+    "set router.readyWithoutWorkers": {"decode": {"autoscaling": KEDA}},
+    "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
+        "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
+    },
+    "minReplicas is 5, above maxReplicas 4": {
+        "decode": {"autoscaling": {"type": "hpa", "minReplicas": 5}}
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return render_all([*CASES.values(), *REFUSED.values()])
+
+
+@pytest.fixture(params=CASES)
+def manifests(request, answers):
+    rendered = answers[list(CASES).index(request.param)]
+    assert not isinstance(rendered, str), rendered
+    return rendered
+
+
+def of_kind(manifests, *kinds):
+    return [manifest for manifest in manifests if manifest["kind"] in kinds]
+
+
+def by_name(manifests, kind):
+    return {manifest["metadata"]["name"]: manifest for manifest in of_kind(manifests, kind)}
+
+
+def workloads(manifests):
+    return of_kind(manifests, "Deployment", "LeaderWorkerSet")
+
+
+def pods_of(manifests):
+    """The pods with their container."""
+    for workload in workloads(manifests):
+        for template in pod_templates(workload):
+            (container,) = template["spec"]["containers"]
+            yield template["spec"], container
+
+
+def baton_pods(manifests):
+    """The pods of Baton by the name of their container. Of a group, the first one is its leader."""
+    pods = reversed(list(pods_of(manifests)))
+    return {
+        container["name"]: (pod, container)
+        for pod, container in pods
+        if container["name"] != "redis"
+    }
+
+
+def flags_of(container):
+    return dict(flag.split("=", 1) for flag in container["args"][1:])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_fit_the_schemas(manifests, version):
+    assert [error for manifest in manifests for error in schema_errors(manifest, version)] == []
+    named = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    assert len(set(named)) == len(named)
+    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {NAMESPACE}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_values_are_refused_by_name(answers, message):
+    answer = answers[len(CASES) + list(REFUSED).index(message)]
+    assert isinstance(answer, str), "it was rendered"
+    assert message in answer
+
+
+def test_baton_understands_commands_and_variables(manifests, monkeypatch):
+    pods = baton_pods(manifests)
+    assert set(pods) == {"router", "prefill", "decode"}
+    for name, (_, container) in pods.items():
+        variables = {entry["name"]: entry.get("value", "10.0.0.9") for entry in container["env"]}
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        address = variables.get("POD_IP", "")
+        command = [word.replace("$(POD_IP)", address) for word in container["args"]]
+        args = build_parser(name).parse_args(command)
+        if name == "router":
+            config = router_config_from_args(args)
+            server, ports = config.grpc, {"http": config.http.port, "grpc": config.grpc.port}
+        else:
+            engine_config_from_args(args)
+            config_from_args(RegistrationConfig, args)
+            server = config_from_args(ServerConfig, args)
+            ports = {"grpc": server.port, "metrics": config_from_args(MetricsConfig, args).port}
+        assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
+        assert server.host == "0.0.0.0"
+
+
+def test_a_pod_has_the_time_that_its_stop_takes(manifests):
+    for pod, container in baton_pods(manifests).values():
+        flags = flags_of(container)
+        pre_stop = container.get("lifecycle", {"preStop": {"sleep": {"seconds": 0}}})["preStop"]
+        stop_s = int(flags["--shutdown-delay-s"]) + int(flags["--drain-timeout-s"])
+        assert pod["terminationGracePeriodSeconds"] > stop_s + pre_stop["sleep"]["seconds"]
+
+
+def test_pods_need_no_user_no_rights_and_no_writable_image(manifests):
+    for pod, container in pods_of(manifests):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"]
+        assert not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert pod["securityContext"]["runAsNonRoot"]
+        if container["name"] != "redis":
+            assert "runAsUser" not in pod["securityContext"]
+        targets = [flag for flag in container.get("args", ()) if "k8s:///" in flag]
+        assert pod["automountServiceAccountToken"] is bool(targets)
+
+
+def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
+    secrets = {name: set(secret["data"]) for name, secret in by_name(manifests, "Secret").items()}
+    for pod, container in pods_of(manifests):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert sorted(paths.values()) == sorted(volumes)
+        mounted = [volume.get("secret", {}) for volume in volumes.values()]
+        items = [item for secret in mounted for item in secret.get("items", ())]
+        for secret in mounted:
+            if secret.get("secretName") in secrets:
+                assert {item["key"] for item in secret["items"]} <= secrets[secret["secretName"]]
+        text = str(container)
+        for file in re.findall(r"/run/baton/([a-z-]+)", text):
+            assert file in {item["path"] for item in items}
+        for file in re.findall(r"/run/baton-tls/[a-z.]+", text):
+            assert "/run/baton-tls" in paths, file
+
+
+def test_selectors_find_the_pods_of_their_name(manifests):
+    index = "leaderworkerset.sigs.k8s.io/worker-index"  # which LeaderWorkerSet adds
+    labels = {
+        workload["metadata"]["name"]: {
+            **pod_templates(workload)[0]["metadata"]["labels"],
+            **({index: "0"} if workload["kind"] == "LeaderWorkerSet" else {}),
+        }
+        for workload in workloads(manifests)
+    }
+    selecting = of_kind(manifests, "Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor")
+    for manifest in selecting:
+        name, spec = manifest["metadata"]["name"], manifest["spec"]
+        selector = spec.get("podSelector") or spec["selector"]
+        selector = selector.get("matchLabels", selector)
+        found = [pod for pod, of_pod in labels.items() if selector.items() <= of_pod.items()]
+        assert found == [name.replace("-routers", "-router")]
+        if manifest["kind"] == "Service":  # followers serve nothing
+            assert (index in selector) == (index in labels[found[0]])
+    for name, deployment in by_name(manifests, "Deployment").items():
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
+
+
+def test_targets_name_services(manifests):
+    services = by_name(manifests, "Service")
+    for _, container in baton_pods(manifests).values():
+        for flag in ("--prefill", "--decode", "--register-with"):
+            target = flags_of(container).get(flag, "register:///")
+            if target == "register:///":
+                continue
+            kind, _, rest = target.partition(":///")
+            path, _, port = rest.rpartition(":")
+            name = path.split("/")[-1] if kind == "k8s" else path.split(".")[0]
+            entries = services[name]["spec"]["ports"]
+            ports = {str(entry[key]) for entry in entries for key in ("name", "port")}
+            assert port in ports
+            assert services[name]["spec"]["clusterIP"] == "None"
+
+
+def test_probes_answer_in_a_second_and_live_through_loading_and_drains(manifests):
+    for name, (_, container) in baton_pods(manifests).items():
+        has_tls = "--ssl-certfile" in flags_of(container)
+        liveness, readiness = container["livenessProbe"], container["readinessProbe"]
+        assert liveness["timeoutSeconds"] == 1
+        if name == "router":
+            assert liveness["httpGet"]["path"] == "/health"
+            assert liveness["httpGet"]["scheme"] == ("HTTPS" if has_tls else "HTTP")
+            assert readiness["timeoutSeconds"] == 1
+        elif has_tls:
+            assert "tcpSocket" in liveness
+            command = readiness["exec"]["command"]
+            build_parser("health").parse_args(command[1:])
+        else:
+            assert liveness["grpc"]["service"] == LIVENESS
+            assert readiness["timeoutSeconds"] == 1
+            assert "service" not in readiness["grpc"]
+
+
+def test_autoscalers_have_their_target_and_follow_metrics_that_exist(manifests):
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    targets = set()
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler", "ScaledObject"):
+        target = scaler["spec"]["scaleTargetRef"]
+        targets.add((target["apiVersion"], target["kind"], target["name"]))
+        assert scaler["metadata"]["name"] == target["name"]
+        queries = [trigger["metadata"]["query"] for trigger in scaler["spec"].get("triggers", ())]
+        for query in queries:
+            (metric,) = re.findall(r"\bbaton_\w+", query)
+            assert f"`{metric}`" in documented
+    for workload in workloads(manifests):
+        named = workload["apiVersion"], workload["kind"], workload["metadata"]["name"]
+        assert ("replicas" in workload["spec"]) == (named not in targets)
+        targets.discard(named)
+    assert not targets
+
+
+def test_gpus_and_their_kernels_have_a_place(answers):
+    pods = baton_pods(answers[list(CASES).index("gpus")])
+    for tier, gpus, volume in (
+        ("prefill", 1, {"persistentVolumeClaim": {"claimName": "kernels"}}),
+        ("decode", 2, {"emptyDir": {}}),
+    ):
+        pod, container = pods[tier]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert {"name": "kernels", **volume} in pod["volumes"]
+    assert pods["decode"][1]["resources"]["limits"]["memory"] == "64Gi"
+    assert "limits" not in pods["router"][1]["resources"]
+
+
+def test_the_pods_of_a_group_are_the_ranks_of_one_engine(answers):
+    sets = by_name(answers[list(CASES).index("groups")], "LeaderWorkerSet")
+    for name, size in (("baton-prefill", 4), ("baton-decode", 2)):
+        template = sets[name]["spec"]["leaderWorkerTemplate"]
+        assert template["size"] == size
+        leader, follower = (pod["spec"]["containers"][0] for pod in pod_templates(sets[name]))
+        assert leader["args"] == follower["args"]
+        assert {key for key in leader if key not in follower} == {
+            "startupProbe",
+            "livenessProbe",
+            "readinessProbe",
+        }
+        args = build_parser(leader["name"]).parse_args(leader["args"])
+        config = engine_config_from_args(args)
+        variables = {"LWS_GROUP_SIZE": str(size), "LWS_LEADER_ADDRESS": "leader"}
+        place = place_of(config, {**variables, "LWS_WORKER_INDEX": "1"})
+        assert (place.rank, place.size) == (1, size)
