@@ -250,6 +250,29 @@ logging.getLogger("baton.test").info("read again")
     assert lines[-1].endswith("read again")
 
 
+def test_a_reader_that_is_a_little_late_each_time_is_not_waited_for_each_time(monkeypatch):
+    waited_ms: list[float] = []
+
+    class LateReader:
+        """A poll of a pipe that has room after 10 ms."""
+
+        def register(self, descriptor, events):
+            pass
+
+        def poll(self, timeout_ms):
+            waited_ms.append(min(timeout_ms, 10.0))
+            return [(0, select.POLLOUT)] if timeout_ms >= 10.0 else []
+
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w") as file:
+        stream = LogStream(file, str, lambda: sum(waited_ms) / 1000)
+        with monkeypatch.context() as patched:
+            patched.setattr(select, "poll", LateReader)
+            for _ in range(100):
+                stream.write("line\n")
+    assert sum(waited_ms) < 51.0
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_the_log_of_a_cluster_outlives_a_full_disk(log_format, monkeypatch):
     disk = FullDisk()
