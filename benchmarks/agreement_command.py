@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> int:
             write_results(args.json, _report(args, machine, sides).content)
 
     folder = _model_folder(args)
-    add(_of_transformers(folder, args.device, prompts, args.output_len))
-    for side in (_of_one_worker, _of_two_tiers):
+    add(_run_transformers(folder, args.device, prompts, args.output_len))
+    for side in (_run_one_worker, _run_two_tiers):
         add(asyncio.run(side(_config(folder, args), prompts, args.output_len)))
         _free_memory(args.device)
     write_report(_report(args, machine, sides), args)
@@ -138,7 +138,7 @@ def _report(args: argparse.Namespace, machine: dict[str, object], sides: Sequenc
     )
 
 
-def _of_transformers(
+def _run_transformers(
     folder: str, device: str, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     """Computes every token from its whole text: the plainest way."""
@@ -171,7 +171,7 @@ def _free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-async def _of_one_worker(
+async def _run_one_worker(
     config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     async with _serving(config) as (engine, channel):
@@ -183,7 +183,7 @@ async def _of_one_worker(
         return _Side("one worker", answers, time.perf_counter() - started)
 
 
-async def _of_two_tiers(
+async def _run_two_tiers(
     config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     with TemporaryDirectory(prefix="baton-agreement-") as folder:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _STEP_SIZES = ((60 << 30, 256, 8192), (20 << 30, 128, 4096))
-"""By the least bytes of a GPU that a worker may use: sequences and tokens of a step."""
+"""Sequences and tokens of a step, by the minimum of bytes of a GPU that a worker may use."""
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -109,8 +109,8 @@ def _step_sizes(device: torch.device, utilization: float) -> tuple[int, int]:
     """Returns how many sequences and tokens a step may have: more, the more memory there is."""
     if device.type == "cuda":
         usable = utilization * torch.cuda.get_device_properties(device).total_memory
-        for least_bytes, num_seqs, num_tokens in _STEP_SIZES:
-            if usable >= least_bytes:
+        for min_bytes, num_seqs, num_tokens in _STEP_SIZES:
+            if usable >= min_bytes:
                 return num_seqs, num_tokens
     return DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
