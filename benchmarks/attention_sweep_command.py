@@ -20,11 +20,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import (
+    add_device_arg,
     add_output_args,
     check_output_args,
     report_of_run,
     write_report,
-    write_results,
+    write_so_far,
 )
 from benchmarks.report import Report, Table
 from kernels.triton.launch import (
@@ -74,12 +75,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         default="llama-3.1-8b",
         help="the model whose shapes are measured (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda",
-        help="cpu shows that it runs: its kernels read no launch table (default: %(default)s)",
-    )
+    add_device_arg(parser, "cpu shows that it runs: its kernels read no launch table", "cuda")
     parser.add_argument(
         "--kind", choices=list(_KINDS), action="append", help="repeatable; all by default"
     )
@@ -103,8 +99,7 @@ def main(args: argparse.Namespace) -> int:
         for launch, table in _candidates(case, shape, device) if case.what in kinds else ():
             with replaced_launch_table(table):
                 swept.append(_Swept(launch, measure(case, setting)))
-            if args.json:
-                write_results(args.json, _report(args, machine, ceilings, swept).content)
+            write_so_far(args, lambda: _report(args, machine, ceilings, swept))
     write_report(_report(args, machine, ceilings, swept), args)
     measured = {_name(entry) for entry in swept if entry.outcome.kernel_s is not None}
     return int({_name(entry) for entry in swept} != measured)
