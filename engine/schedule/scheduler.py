@@ -62,7 +62,6 @@ class Scheduler:
         self._queues = parts.queues
         self._drafts = parts.drafts
         self._admission = parts.admission
-        self._preemption = parts.preemption
         self._retries = parts.retries
         self._guides = parts.guides
         self._ends = parts.ends
