@@ -77,7 +77,7 @@ def test_two_decode_workers_and_what_went_on():
         top, trace = commands(operators)
         screen = run_as_typed(machine, top, TOKEN_FILE=token_file)
         assert len(re.findall(r"^decode +\S+ +ready ", screen, re.MULTILINE)) == 2
-        assert "completion" in run_as_typed(machine, trace, TOKEN_FILE=token_file)
+        assert " length " in run_as_typed(machine, trace, TOKEN_FILE=token_file)
 
 
 def test_offline_use_and_help():
