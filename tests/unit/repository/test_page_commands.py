@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.cli import build_parser
 from tests.support.pages import ROOT, blocks, commands
 
 README_TESTS = "tests/integration/test_readme_commands.py"
@@ -121,7 +122,9 @@ def all_commands():
 
 @pytest.mark.parametrize(("page", "command"), all_commands())
 def test_a_command_has_a_test_or_a_reason(page, command):
-    known = [answer for begin, answer in COMMANDS[page].items() if command.startswith(begin)]
+    known = [
+        answer for begin, answer in COMMANDS[page].items() if f"{command} ".startswith(f"{begin} ")
+    ]
     assert len(known) == 1, f"add the command to COMMANDS, with the test that runs it: {command}"
     (answer,) = known
     if isinstance(answer, NotRun):
@@ -136,11 +139,30 @@ def test_a_command_has_a_test_or_a_reason(page, command):
         assert page in text or page == "README.md"
 
 
+def commands_of_baton():
+    """Those of all pages that are a line of their own, and are given in full."""
+    pages = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+    lines = {
+        line
+        for page in ("README.md", *pages)
+        for block in blocks(page, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("baton ") and not re.search(r"\.\.\.|…|[&>|$]", line)
+    }
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("line", commands_of_baton())
+def test_baton_knows_the_flags_of_a_command(line):
+    (words,) = commands(line)
+    build_parser(words[1]).parse_args(words[1:])
+
+
 def test_no_entry_is_left_over():
     used = {
         (page, begin)
         for page, command in all_commands()
         for begin in COMMANDS[page]
-        if command.startswith(begin)
+        if f"{command} ".startswith(f"{begin} ")
     }
     assert used == {(page, begin) for page, entries in COMMANDS.items() for begin in entries}
