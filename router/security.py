@@ -4,6 +4,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
+
 from baton.common.errors import PermissionDeniedError, UnauthenticatedError
 from baton.common.security.certificates import Certificates
 from baton.common.security.cluster import ClusterSecurity, is_loopback
@@ -71,8 +73,17 @@ class RouterSecurity:
             return ServerAccess(authorize=authorize)
         return ServerAccess(
             authorize=_not_revoked(self.certificates, authorize) if is_required else authorize,
-            credentials=self.certificates.server_credentials(verifies_clients=is_required),
+            credentials=self.server_credentials(),
         )
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """The certificates of the gRPC ports, and whether they ask for the caller's; None for plain
+        text.
+        """
+        if self.certificates is None:
+            return None
+        is_required = self._verify_mode == ssl.CERT_REQUIRED
+        return self.certificates.server_credentials(verifies_clients=is_required)
 
     def http_context(self) -> ssl.SSLContext | None:
         """The TLS context of the HTTP port; None for plain text."""
