@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx2
@@ -34,9 +35,19 @@ class Pods:
         http: a client of Envoy.
     """
 
-    def __init__(self, workers, picker, http, stop_picker):
+    def __init__(self, workers, picker, http, admin_url, stop_picker):
         self.workers, self.picker, self.http = workers, picker, http
         self.stop_picker = stop_picker
+        self._admin_url = admin_url
+
+    async def until_picker_is_lost(self):
+        """Waits until Envoy's health check has noticed that the picker has gone."""
+        async with asyncio.timeout(20):
+            while True:
+                text = (await self.http.get(f"{self._admin_url}/clusters")).text
+                if re.search(r"^picker::.*::health_flags::.*failed_active_hc", text, re.MULTILINE):
+                    return
+                await asyncio.sleep(0.1)
 
     async def post(self, prompt, *, headers=None, **fields):
         body = {"prompt": prompt, "max_tokens": 40, **fields}
@@ -66,12 +77,12 @@ async def running_pods(folder, **info):
         await stack.enter_async_context(running_workers(last_worker))
         http = HttpConfig(host=FALLBACK, port=server_port)
         await stack.enter_async_context(running_router(last_worker, http=http))
-        url = await stack.enter_async_context(
+        url, admin_url = await stack.enter_async_context(
             running_picking_envoy(folder, ("127.0.0.1", picker_port), (FALLBACK, server_port))
         )
         http = httpx2.AsyncClient(base_url=url, timeout=30, verify=False)
         await stack.enter_async_context(http)
-        yield Pods(workers, picker, http, picker_stack.aclose)
+        yield Pods(workers, picker, http, admin_url, picker_stack.aclose)
 
 
 async def test_prompts_stay_with_their_server(tmp_path):
@@ -132,8 +143,6 @@ async def test_without_a_picker_requests_go_to_any_router(tmp_path):
         named = {"x-gateway-destination-endpoint": f"{HOSTS[0]}:1"}
         assert await pods.text("x", headers=named) in map(answer_of, HOSTS)
         await pods.stop_picker()
-        async with asyncio.timeout(20):  # until Envoy has noticed, by its health check
-            while (await pods.post("x")).status_code == 500:
-                await asyncio.sleep(0.05)
+        await pods.until_picker_is_lost()
         for headers in (None, named):
             assert await pods.text("x" * 50, headers=headers) == answer_of(FALLBACK)

@@ -13,7 +13,7 @@ import yaml
 
 from rpc.probe import wait_until_serving
 from tests.support.cluster import REPOSITORY
-from tests.support.ports import reserved_port
+from tests.support.ports import reserved_port, reserved_ports
 
 __all__ = ["PROXIES", "require_proxy", "running_picking_envoy", "running_proxy"]
 
@@ -89,8 +89,8 @@ async def running_proxy(
 @asynccontextmanager
 async def running_picking_envoy(
     folder: Path, picker: tuple[str, int], last_resort: tuple[str, int]
-) -> AsyncIterator[str]:
-    """Runs Envoy as deploy/proxies/endpoint-picker.yaml configures it, on a free port.
+) -> AsyncIterator[tuple[str, str]]:
+    """Runs Envoy as deploy/proxies/endpoint-picker.yaml configures it, on free ports.
 
     A request's header `x-test-subset` becomes the hint which servers may be chosen, as gateways
     give it.
@@ -101,13 +101,15 @@ async def running_picking_envoy(
         last_resort: host and port of the HTTP server for requests while no picker answers.
 
     Yields:
-        Envoy's URL.
+        Envoy's URL, and that of its admin interface.
     """
     program = require_proxy("envoy")
-    own_port = reserved_port()
+    own_port, admin_port = reserved_ports(2)
     config = yaml.safe_load((_CONFIGS / "endpoint-picker.yaml").read_text())
     (listener,) = config["static_resources"]["listeners"]
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": own_port}
+    admin = {"address": "127.0.0.1", "port_value": admin_port}
+    config["admin"] = {"address": {"socket_address": admin}}
     filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
     filters.insert(0, _subset_filter())
     places = {"routers": last_resort, "picker": picker}
@@ -122,7 +124,7 @@ async def running_picking_envoy(
     process = await asyncio.create_subprocess_exec(*_envoy(program, path))
     try:
         await _until_listening(own_port, process)
-        yield f"http://127.0.0.1:{own_port}"
+        yield f"http://127.0.0.1:{own_port}", f"http://127.0.0.1:{admin_port}"
     finally:
         if process.returncode is None:
             process.terminate()
