@@ -4,8 +4,6 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
-
 from baton.common.errors import PermissionDeniedError, UnauthenticatedError
 from baton.common.security.certificates import Certificates
 from baton.common.security.cluster import ClusterSecurity, is_loopback
@@ -69,21 +67,22 @@ class RouterSecurity:
             self._authorize_operator(host, verifies_certificates=is_required),
             authorize_tenants(self.tenants),
         )
+        return self._access(authorize)
+
+    def proxy_access(self) -> ServerAccess:
+        """The same for a port on which proxies ask: they show no credential but a certificate, if
+        the router wants one of its clients.
+        """
+        return self._access(_authorize_all)
+
+    def _access(self, authorize: Authorize) -> ServerAccess:
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
+        is_required = self._verify_mode == ssl.CERT_REQUIRED
         return ServerAccess(
             authorize=_not_revoked(self.certificates, authorize) if is_required else authorize,
-            credentials=self.server_credentials(),
+            credentials=self.certificates.server_credentials(verifies_clients=is_required),
         )
-
-    def server_credentials(self) -> grpc.ServerCredentials | None:
-        """The certificates of the gRPC ports, and whether they ask for the caller's; None for plain
-        text.
-        """
-        if self.certificates is None:
-            return None
-        is_required = self._verify_mode == ssl.CERT_REQUIRED
-        return self.certificates.server_credentials(verifies_clients=is_required)
 
     def http_context(self) -> ssl.SSLContext | None:
         """The TLS context of the HTTP port; None for plain text."""

@@ -16,7 +16,6 @@ from router.endpoint_picker.picker import EndpointPicker
 from router.models import Models
 from router.security import RouterSecurity
 from rpc.server import RpcServer
-from rpc.server_access import ServerAccess
 
 __all__ = ["EXT_PROC_SERVICE", "PickerService"]
 
@@ -53,8 +52,8 @@ class PickerService:
         self._picker = EndpointPicker(
             models, security.tenants, config.picker.endpoint_port, config.default_timeout_s
         )
-        access = ServerAccess(
-            credentials=security.server_credentials(),
+        access = replace(
+            security.proxy_access(),
             max_concurrent_calls=config.most_calls,
             send_timeout_s=config.http.send_timeout_s,
             shares_port=shares_port,

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from baton.common.errors import ConfigurationError
@@ -12,10 +13,16 @@ from kvstore.block_key import BlockKeyChain
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config.endpoint_picker import EndpointPickerConfig
-from router.config.security import RouterSecurityConfig
+from router.config.security import (
+    PLAIN_CALLS,
+    ClientTlsConfig,
+    RouterSecurityConfig,
+    WorkerTlsConfig,
+)
 from router.config.tenants import TenantsConfig
 from rpc.channels import open_channel
 from rpc.probe import wait_until_serving
+from tests.support.certificates import Authority, write_files
 from tests.support.ext_proc import (
     CHAT,
     body_message,
@@ -211,6 +218,37 @@ async def test_a_clients_prompts_have_its_own_keys(tmp_path):
             sent = {name: key}
             assert await picker.destination(BODIES[CHAT], headers=sent) == "127.0.0.2:8000"
         assert await picker.destination(BODIES[CHAT], headers={"x-api-key": "x"})
+
+
+async def test_the_port_has_the_routers_certificate(tmp_path):
+    authority = Authority()
+    revoked = authority.issue("revoked")
+    crl = authority.revoke(revoked)
+    own = write_files(tmp_path / "own", authority.issue("router"), authority.certificate, crl)
+    security = RouterSecurityConfig(
+        clients=ClientTlsConfig(
+            certfile=own.certfile,
+            keyfile=own.keyfile,
+            ca_certs=own.ca_certs,
+            crlfile=own.crlfile,
+            ssl_cert_reqs="required",
+        ),
+        workers=WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS),
+    )
+    port = reserved_port()
+    picker = EndpointPickerConfig(endpoint_picker_port=port)
+    worker = FakeDecode([50], host="127.0.0.2")
+    async with running_workers(worker), running_router(worker, picker=picker, security=security):
+        for leaf, is_served in ((authority.issue("good"), True), (revoked, False), (None, False)):
+            shown = (leaf.key, leaf.certificate) if leaf else ()
+            credentials = grpc.ssl_channel_credentials(authority.certificate, *shown)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+                asked = RunningPicker(None, "", channel)
+                try:
+                    answers = await asked.ask(headers_message(), body_message(b"{}"))
+                except grpc.aio.AioRpcError:
+                    answers = []
+            assert any(answers) == is_served
 
 
 async def test_workers_with_names_are_not_named(caplog):
