@@ -123,11 +123,11 @@ REFUSED = {
 }
 
 
-# The other one configures an adapter of metrics.
+# Other blocks are manifests, or the rules of an adapter of metrics.
 PAGE_VALUES = [
     values
     for block in blocks("docs/kubernetes.md", "yaml")
-    if "rules" not in (values := yaml.safe_load(block))
+    if not {"kind", "rules"} & (values := yaml.safe_load(block)).keys()
 ]
 
 
