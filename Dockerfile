@@ -27,6 +27,7 @@ RUN apt-get update \
 RUN python -m venv /opt/baton \
     && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 # A third of torch for CPUs is never used: its tests and headers, and the linker's symbol tables.
+# hadolint ignore=DL3003
 RUN cd /opt/baton/lib/python3*/site-packages && if [ ! -e torch/lib/libtorch_cuda.so ]; then \
     rm -r torch/test torch/include \
     && find torch/bin -type f ! -name torch_shm_manager -delete \

@@ -70,7 +70,7 @@ def make_sbom(
 def _metadata_of(wheel: Path) -> metadata.Distribution:
     archive = ZipPath(wheel)
     (folder,) = (path for path in archive.iterdir() if path.name.endswith(".dist-info"))
-    return metadata.Distribution.at(folder)  # type: ignore[arg-type]  # it takes such paths too
+    return metadata.PathDistribution(folder)
 
 
 def _needed(own: metadata.Distribution) -> dict[str, set[str]]:
