@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -86,20 +86,13 @@ def check_wheel(wheel: Path, root: Path) -> None:
     """
     with zipfile.ZipFile(wheel) as archive:
         names = {name.removeprefix(f"{_PACKAGES}/") for name in archive.namelist()}
-        records = {name: archive.read(name) for name in archive.namelist() if "/lib/" in name}
-    failed = [
-        f"{Path(name).stem}: {record['problem']}"
-        for name, text in records.items()
-        if name.endswith(".json") and (record := json.loads(text))["problem"]
-    ]
-    if failed:
-        raise ReleaseError(f"the wheel lacks compiled libraries: {'; '.join(failed)}")
+        problems = [*_problems(archive)]
     libraries = {
         f"{part.library_folder.relative_to(root).as_posix()}/libbaton_cpu_{variant.name}.so"
         for part in library_sets(root)
         for variant in part.variants
     }
-    if missing := sorted(libraries - names):
+    if missing := problems or sorted(libraries - names):
         raise ReleaseError(f"the wheel lacks compiled libraries: {', '.join(missing)}")
     if missing := sorted({*_files_of_packages(root)} - names):
         raise ReleaseError(f"the wheel lacks files: {', '.join(missing)}")
@@ -107,6 +100,15 @@ def check_wheel(wheel: Path, root: Path) -> None:
         raise ReleaseError(
             f"{wheel.name} has no tag of manylinux: see kernels/library/platform_tag.py"
         )
+
+
+def _problems(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Why libraries were not built, as their records say."""
+    for name in archive.namelist():
+        if "/native/lib/" in name and name.endswith(".json"):
+            problem = json.loads(archive.read(name))["problem"]
+            if problem:
+                yield f"{Path(name).stem} ({problem})"
 
 
 def check_protos(root: Path, buf: Path) -> str:
@@ -126,9 +128,9 @@ def check_protos(root: Path, buf: Path) -> str:
     tag = tags.stdout.strip()
     if not tag:
         return "protos: there is no earlier tag to compare with"
-    rules = json.dumps({"version": "v2", "breaking": {"use": ["WIRE"]}})
-    against = f".git#tag={tag},subdir=protos"
-    command = [str(buf), "breaking", "protos", "--config", rules, "--against", against]
+    modules = [{"path": "protos"}]
+    rules = json.dumps({"version": "v2", "modules": modules, "breaking": {"use": ["WIRE"]}})
+    command = [str(buf), "breaking", "--config", rules, "--against", f".git#tag={tag}"]
     compared = _run([*command, "--against-config", rules], root, check=False)
     if compared.returncode:
         raise ReleaseError(f"protos are not those of {tag}:\n{compared.stdout}{compared.stderr}")

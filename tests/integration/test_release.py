@@ -65,7 +65,9 @@ def installed(release, tmp_path_factory):
 
 
 def run(installed, *command, check=True, **variables):
-    """Runs a command of the environment, in another folder, without a compiler."""
+    """Runs a command of the environment, in another folder, without a compiler; returns what it
+    prints, or its errors if it fails.
+    """
     result = subprocess.run(
         [installed / "bin" / command[0], *command[1:]],
         cwd="/",
@@ -76,7 +78,7 @@ def run(installed, *command, check=True, **variables):
         check=False,
     )
     assert result.returncode == 0 or not check, result.stdout + result.stderr
-    return result.stdout
+    return result.stderr if result.returncode else result.stdout
 
 
 def test_two_builds_have_the_same_bytes(release, tmp_path):
@@ -136,11 +138,8 @@ def test_a_package_of_the_same_name_stays_itself(installed):
     assert run(installed, "python", "-c", alone).strip() == "another"
     ours = "import baton, kernels, router; print(kernels.__file__, router.__file__)"
     assert run(installed, "python", "-c", ours).count("/baton/_packages/") == 2
-    late = "import kernels, baton; baton.LLM"
-    result = subprocess.run(
-        [installed / "bin" / "python", "-c", late], capture_output=True, text=True, check=False
-    )
-    assert "one process cannot have two packages of one name" in result.stderr
+    late = run(installed, "python", "-c", "import kernels, baton; baton.LLM", check=False)
+    assert "one process cannot have two packages of one name" in late
     # Without `baton`, its packages are found too, after those of others.
     assert "_packages" in run(installed, "python", "-c", "import rpc; print(rpc.__file__)")
 
