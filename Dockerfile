@@ -15,32 +15,15 @@ RUN PYTHONPATH=kernels python -m library.build
 COPY . .
 RUN pip wheel --no-deps --wheel-dir /wheel .
 
-FROM python:3.11-slim AS torch
+FROM python:3.11-slim
 # Where torch comes from. PyPI's torch brings CUDA: build with
 # --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends binutils \
-    && rm -rf /var/lib/apt/lists/*
-RUN python -m venv /opt/baton \
-    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
-# A third of torch for CPUs is never used: its tests and headers, and the linker's symbol tables.
-# hadolint ignore=DL3003
-RUN cd /opt/baton/lib/python3*/site-packages && if [ ! -e torch/lib/libtorch_cuda.so ]; then \
-    rm -r torch/test torch/include \
-    && find torch/bin -type f ! -name torch_shm_manager -delete \
-    && find sympy networkx -type d -name tests -prune -exec rm -r {} + \
-    && strip --strip-unneeded torch/lib/libtorch_cpu.so torch/lib/libtorch_python.so \
-    && /opt/baton/bin/python -c "import torch; torch.ones(2, 2) @ torch.ones(2, 2)"; \
-    fi
-
-FROM python:3.11-slim
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Layers are in the order in which they change, the largest first: a new version of Baton is the
 # last of them, so that machines with an earlier one fetch little else.
-COPY --from=torch /opt/baton /opt/baton
+RUN python -m venv /opt/baton \
+    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 # Triton compiles the launchers of its kernels when they first run; torch for GPUs needs it.
 # hadolint ignore=DL3008
 RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
@@ -51,8 +34,7 @@ RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/de
 # Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
 ARG EXTRAS=
 COPY pyproject.toml /tmp/
-# Triton is a gigabyte, which xgrammar brings; only GPUs use it. Of transformers, which xgrammar
-# imports, most is never used: only what is gets compiled.
+# Triton is a gigabyte, which xgrammar brings; only GPUs use it.
 RUN python -c 'import sys, tomllib; p = tomllib.load(sys.stdin.buffer)["project"]; \
     extras = [p["optional-dependencies"][name] for name in sys.argv[1].split(",") if name]; \
     print(*p["dependencies"], *sum(extras, []), sep="\n")' "${EXTRAS}" \
@@ -60,9 +42,7 @@ RUN python -c 'import sys, tomllib; p = tomllib.load(sys.stdin.buffer)["project"
     && /opt/baton/bin/pip install --requirement /tmp/requirements.txt \
     && if ! ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
     /opt/baton/bin/pip uninstall --yes triton; \
-    fi \
-    && find /opt/baton/lib/python3*/site-packages/transformers -name __pycache__ -prune -exec rm -r {} + \
-    && /opt/baton/bin/python -c "import xgrammar"
+    fi
 COPY --from=builder /wheel /wheel
 RUN /opt/baton/bin/pip install --no-deps /wheel/*.whl
 # HOME and USER also hold for a user that is not in /etc/passwd.
