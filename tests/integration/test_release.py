@@ -149,14 +149,17 @@ def test_the_demo_model_is_served_by_the_wheel_alone(installed):
     variables = {**os.environ, "PATH": BARE_PATH, "OMP_NUM_THREADS": "1"}
     with running(command, cwd="/", env=variables) as process:
         lines = read_until(process, "Ctrl-C")
-        (url,) = (line.split()[1] for line in lines if line.startswith("http "))
+        url, page = (
+            next(line.split()[1] for line in lines if line.startswith(f"{name} "))
+            for name in ("http", "page")
+        )
         body = {"model": "demo", "prompt": "def", "max_tokens": 4, "temperature": 0}
         request = urllib.request.Request(
-            f"{url}/v1/completions",
+            f"{url}/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
-        with urllib.request.urlopen(f"{url}/", timeout=60) as answer:
+        with urllib.request.urlopen(page, timeout=60) as answer:
             assert b"<script" in answer.read()
