@@ -8,7 +8,8 @@
 #                         downloads gigabytes of CUDA packages. Without a GPU, use
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS="..."            additional arguments of baton serve (run, up, chat), pytest (test, test-slow)
-#                         or baton bench (bench, bench-record), or of scripts/gpu_first.py
+#                         or baton bench (bench, bench-record), or of scripts/gpu_first.py and
+#                         scripts/build_release.py (dist)
 #   OUT=folder            gets the results of gpu-first (default: benchmarks/results/gpu)
 
 VENV := .venv
@@ -19,7 +20,7 @@ GPU_PYTHON = $(or $(PYTHON),python3)
 BUILD_SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up chat test test-slow gpu-first lint type proto docs site bench bench-record check clean
+.PHONY: help run up chat test test-slow gpu-first lint type proto docs site bench bench-record check dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -73,6 +74,9 @@ bench-record: $(VENV)/.bench $(VENV)/.native $(VENV)/.smollm2 ## measure again w
 	$(BIN)/baton bench record $(ARGS)
 
 check: lint type test test-slow ## lint, type and test
+
+dist: $(VENV)/.dev $(VENV)/.native ## build a release of the commit into dist/; see docs/release.md
+	$(BIN)/python -m scripts.build_release $(ARGS)
 
 clean: ## remove .venv and all generated files that git ignores
 	rm -rf $(VENV) $(INTEGRATIONS) kernels/native/lib kvstore/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
