@@ -52,7 +52,7 @@ class ChatService:
             BatonError: a field is wrong, or one of those that `GenerationService` documents.
         """
         request = _without_unused_tools(request)
-        prompt = await self._model.chat.render(request.conversation)
+        prompt = await self.render(request)
         # A thread reads the schemas of tools, which are as large as a client likes.
         args = self._model, request, prompt
         has_tools = bool(request.conversation.tools)
@@ -67,6 +67,10 @@ class ChatService:
                 if output.usage is not None:
                     await answers.count_reasoning(output.usage)
                 yield output
+
+    async def render(self, request: ChatRequest) -> str:
+        """The text of a chat's prompt; errors are those of `count_tokens`."""
+        return await self._model.chat.render(_without_unused_tools(request).conversation)
 
     async def count_tokens(self, conversation: Conversation) -> int:
         """The number of tokens of a chat's prompt.

@@ -14,7 +14,16 @@ from typing_extensions import override
 from baton.common.errors import BatonError
 from baton.common.version import __version__
 from router.config.http import HttpConfig
-from router.http import anthropic, chat, completions, health, models, responses, tokens
+from router.http import (
+    anthropic,
+    chat,
+    completions,
+    health,
+    models,
+    render,
+    responses,
+    tokens,
+)
 from router.http.endpoints import (
     EndpointGroup,
     HttpContext,
@@ -39,6 +48,7 @@ _GROUPS: Sequence[EndpointGroup] = (
     responses.ENDPOINTS,
     anthropic.ENDPOINTS,
     chat.ENDPOINTS,
+    render.ENDPOINTS,
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     health.ENDPOINTS,
