@@ -22,6 +22,7 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.up.cluster import background_cluster, run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
+from rpc.stop_signals import ignore_hangup
 from worker.processes.output import discard_unread_output, log_writer
 
 __all__ = ["add_args", "example_command", "main"]
@@ -68,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
     write = log_writer(args.log_format)
     for warning in unknown_variables():
         write(f"serve | warning: {warning}")
+    if not args.chat:
+        ignore_hangup()
     with running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
