@@ -67,6 +67,7 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 
 _LOGGER = logging.getLogger("baton.router")
+_LOOPBACK = "127.0.0.1"
 _HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
 _MAX_REPLICA_WAIT_S = 2.0
@@ -168,7 +169,7 @@ class RouterService(Service):
         )
         self._open = ExitStack()
         self.http: HttpServer | None = None
-        if config.http.port is not None:
+        if config.http.is_on:
             self.http = _http_server(self, config, security, link)
 
     async def start_http(self) -> None:
@@ -296,7 +297,9 @@ def _http_server(
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
-    check_operator = partial(security.check_operator, http.host)
+    # Only processes of this machine reach a unix socket.
+    host = http.host if http.uds is None else _LOOPBACK
+    check_operator = partial(security.check_operator, host)
     app = build_app(
         service.models,
         http,
@@ -335,7 +338,7 @@ def _connection_age(config: RouterConfig) -> ConnectionAge | None:
 def connection_limits(config: RouterConfig) -> tuple[int, int]:
     """The most connections over HTTP and over gRPC, which share the process's open files."""
     budget = connection_budget()
-    if config.http.port is None:
+    if not config.http.is_on:
         return 0, min(MAX_CONNECTIONS, budget)
     if config.grpc.port is None:
         return min(config.http.max_connections, budget), 1

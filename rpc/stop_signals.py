@@ -1,7 +1,7 @@
 """The signals that ask a process to stop, as events of the loop or as exceptions.
 
-SIGHUP stops programs that talk in a terminal, which it says has closed. Servers ignore it: tools that
-rotate logs send it to any process, and logs go to stderr, so that there is no file to open again.
+SIGHUP stops programs that talk in a terminal, which it says has closed. Servers ignore it: tools
+that rotate logs send it, and logs go to stderr, so that there is no file to open again.
 """
 
 import asyncio
@@ -25,14 +25,17 @@ _STATUS_OF_SIGNALS = 128  # plus the signal's number: the status that a shell re
 
 
 def stop_signals_in_use() -> Sequence[signal.Signals]:
-    """Returns the signals of `STOP_SIGNALS` apart from ignored ones: with `&` in a script, the shell
-    has set a signal to be ignored.
+    """Returns the signals of `STOP_SIGNALS` apart from ignored ones: with `&` in a script, the
+    shell has set a signal to be ignored.
     """
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def ignore_hangup() -> None:
-    """Lets SIGHUP do nothing, in this process and those that it starts. Only for the main thread."""
+    """Lets SIGHUP do nothing, in this process and in those that it starts.
+
+    Only for the main thread.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
