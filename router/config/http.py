@@ -34,6 +34,12 @@ class HttpConfig:
         "connect",
         metavar="PATH",
     )
+    batch_folder: str | None = flag(
+        None,
+        "folder in which OpenAI's files and batches (/v1/files, /v1/batches) are kept; routers may "
+        "share it (default: there are none)",
+        metavar="PATH",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "origins of web pages whose scripts may call the HTTP server, or *", metavar="ORIGIN"
     )
@@ -85,6 +91,10 @@ class HttpConfig:
         check_port("--port", self.port)
         if self.uds is not None:
             self._check_socket(self.uds)
+        if self.batch_folder is not None and not (self.batch_folder and self.is_on):
+            raise ConfigurationError(
+                f"--batch-folder is {self.batch_folder!r}; it must be a path, and needs HTTP"
+            )
         for name in (
             "max_request_bytes",
             "max_connections",
