@@ -25,7 +25,7 @@ def parsed(*flags: str):
 async def test_a_completion_comes_over_the_socket_which_goes_with_the_router(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = HttpConfig(port=None, uds="http.sock")
-    decode = FakeDecode()
+    decode = FakeDecode([300] * 4)
     async with (
         running_workers(decode),
         running_router(decode, http=config),
