@@ -251,6 +251,8 @@ class RouterService(Service):
             await self.batches.stop()
         if self.http is not None:
             await self.http.stop(_HTTP_STOP_GRACE_S)
+        if self.batches is not None:
+            await self.batches.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._open.close)

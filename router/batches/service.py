@@ -71,6 +71,10 @@ class BatchService:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
             self._running = None
+
+    async def close(self) -> None:
+        """Stops, and takes no more calls. Idempotent."""
+        await self.stop()
         self._threads.shutdown(wait=False)
 
     async def add_file(

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from router.batches import runner as runner_module
-from router.batches.folder import BatchFolder
+from router.batches.folder import BatchFolder, key_of
 from router.batches.runner import BATCH_PRIORITY, Answer, BatchRunner
 from tests.support.batches import ENDPOINT, add_batch, ids_of, results_of
 from tests.support.clock import Clock
@@ -122,41 +122,46 @@ async def test_what_has_no_answer_when_a_batch_ends_gets_an_error(folder, clock,
         assert {"cancelling_at", "cancelled_at"} <= record.times.keys()
 
 
-async def test_a_second_process_waits_and_goes_on_where_the_first_has_ended(folder, tmp_path):
-    first, second = Api(num_free=3), Api()
+async def test_a_second_process_waits_and_goes_on_where_the_first_has_ended(
+    folder, tmp_path, clock, monkeypatch
+):
+    first, second, tries = Api(num_free=3), Api(), []
+    locks = runner_module._locks
+    monkeypatch.setattr(
+        runner_module, "_locks", lambda lock: tries.append(locks(lock)) or tries[-1]
+    )
     batch = add_batch(folder, [str(i) for i in range(20)])
-    other = BatchFolder(tmp_path / "batches")
-    async with running(other, first) as _:
-        await until(lambda: folder.batch("", batch.id).completed == 3)
-        async with running(folder, second):
-            await asyncio.sleep(0.1)  # no notice comes of what must not happen
+    async with AsyncExitStack() as stack:
+        async with running(folder, first):
+            await until(lambda: folder.batch("", batch.id).completed == 3)
+            await stack.enter_async_context(
+                running(BatchFolder(tmp_path / "batches", clock), second)
+            )
+            await until(lambda: tries.count(False) >= 3)
             assert not second.calls
-        async with asyncio.timeout(20):
-            first_again = running(folder, second)
-            await first_again.__aenter__()
-    try:
         await finished(folder, batch, "completed")
-    finally:
-        await first_again.__aexit__(None, None, None)
+    assert tries.count(True) == 2
     assert len(second.calls) == 17
     answers, _ = results_of(folder, batch)
     assert sorted(map(int, ids_of(answers))) == list(range(20))
 
 
 async def test_batches_take_turns(folder):
-    long = add_batch(folder, [f"long-{i}" for i in range(60)])
+    api = Api(num_free=1)
+    long = add_batch(folder, [f"long-{i}" for i in range(200)])
     short = add_batch(folder, ["short-0", "short-1"])
-    async with running(folder, Api(), limit=1):
+    async with running(folder, api, limit=1):
+        await finished(folder, short, "in_progress")
+        api.may_go.set()
         await finished(folder, short, "completed")
-        assert len(results_of(folder, long)[0]) < 60
+        assert len(results_of(folder, long)[0]) < 100
         await finished(folder, long, "completed")
 
 
 async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
     bad = add_batch(folder, ["a", "a"])
     gone = add_batch(folder, ["a"])
-    folder.content_path(bad_key := folder.queue()[1].tenant_key, gone.input_file_id).unlink()
-    assert bad_key
+    folder.content_path(key_of(""), gone.input_file_id).unlink()
     async with running(folder, api := Api()):
         record = await finished(folder, bad, "failed")
         assert (await finished(folder, gone, "failed")).errors[0]["code"] == "file_not_found"
