@@ -1,7 +1,7 @@
 """`BatchRun`: a batch on disk while it runs, in the process that holds the folder's lock."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -147,7 +147,7 @@ class BatchRun:
         self._record = replace(record, total=check.total)
         return True
 
-    def _fail(self, total: int, errors: tuple[dict[str, object], ...]) -> None:
+    def _fail(self, total: int, errors: tuple[Mapping[str, object], ...]) -> None:
         self._save(status="failed", total=total, errors=errors)
         self._folder.leave_queue(self._queued)
         _LOGGER.info("batch %s: failed, its input has errors", self._queued.id)

@@ -16,7 +16,8 @@ _BUSY = (429, 503)
 
 
 class LocalCalls:
-    """Calls an application as the HTTP server does: each call counts against its client's limits.
+    """Calls an application as the HTTP server does. Of a client's limits that of its tokens holds;
+    those of its calls would refuse what it asks meanwhile.
 
     Args:
         app: the endpoints, without the middleware that reads bodies and finds clients.
@@ -40,7 +41,8 @@ class LocalCalls:
         scope = _scope(self._app, path, request_id)
         try:
             caller = self._tenants.named(tenant)
-            with serving(CallInfo(request_id, caller=caller)), caller.running():
+            caller.check_tokens()
+            with serving(CallInfo(request_id, caller=caller)):
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:
             exchange = _Exchange(body)

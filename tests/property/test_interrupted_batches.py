@@ -3,8 +3,9 @@
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.batches.folder import BatchFolder, key_of
@@ -19,10 +20,12 @@ KILLS = st.lists(
         st.integers(0, 300),  # bytes that a power failure takes from each file of results
         st.booleans(),  # whether clients saw the progress
     ),
-    max_size=4,
+    max_size=3,
 )
 
 
+@settings(max_examples=25)
+@mock.patch("os.fsync", mock.Mock())  # no power failure, but those of the test
 @given(num_requests=st.integers(1, 12), kills=KILLS, end=st.sampled_from(["expired", "completed"]))
 def test_each_request_has_one_result(num_requests, kills, end):
     custom_ids = [f"request-{i}" for i in range(num_requests)]

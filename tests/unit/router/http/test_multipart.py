@@ -1,7 +1,7 @@
 """Forms as clients send them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.errors import InvalidArgumentError
@@ -20,6 +20,7 @@ def form_of(fields, boundary=b"bound") -> bytes:
     return b"%b--%b--\r\n" % (parts, boundary)
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         NAMES,
