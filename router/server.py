@@ -70,7 +70,7 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 _LOGGER = logging.getLogger("baton.router")
 _LOOPBACK = "127.0.0.1"
-_HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
+_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
 _MAX_BATCH_PLACES = 256
 _MAX_REPLICA_WAIT_S = 2.0
@@ -109,7 +109,7 @@ class RouterService(Service):
         metrics: RouterMetrics | None = None,
         link: ProcessLink | None = None,
     ) -> None:
-        self._server = server
+        self._servers = [server]
         self._security = security
         self._link = link
         accounts = None if link is None else link.accounts
@@ -176,9 +176,16 @@ class RouterService(Service):
         self.batches: BatchService | None = None
         if config.http.is_on:
             self.http = _http_server(self, config, security, link)
+        if config.picker.endpoint_picker_port is not None:
+            # Imported here, as HTTP is: it reads the bodies of HTTP requests.
+            from router.endpoint_picker.service import PickerService
+
+            shares_port = link is not None
+            picker = PickerService(config, self.models, security, shares_port=shares_port)
+            self._servers.append(picker.server)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP and to serve metrics, if the config has ports for them. A process
+        """Begins to answer HTTP, proxies and readers of metrics, if the config has ports. A process
         that shares its ports takes its first calls now, over gRPC too, and answers the others.
 
         Raises:
@@ -187,7 +194,9 @@ class RouterService(Service):
         self._open.enter_context(self._metrics_port)
         if self._link is not None:
             await self._wait_for_replicas()
-            await self._server.listen()
+        # The first one has listened since the start, unless its port is shared.
+        for server in self._servers[self._link is None :]:
+            await server.listen()
         if self.http is not None:
             await self.http.start()
         if self._link is not None:
@@ -220,6 +229,8 @@ class RouterService(Service):
 
     @override
     def announce_stop(self) -> None:
+        for server in self._servers:
+            server.begin_stop()
         if self.http is not None:
             self.http.announce_stop()
 
@@ -230,7 +241,7 @@ class RouterService(Service):
         """
         if self.batches is not None:
             await self.batches.stop()
-        await self._server.refuse_new()
+        await asyncio.gather(*(server.refuse_new() for server in self._servers))
         if self.http is not None:
             self.http.begin_drain()
         for _ in range(math.ceil(timeout_s / _POLL_S)):
@@ -243,16 +254,19 @@ class RouterService(Service):
     @property
     def _num_open(self) -> int:
         """How many calls and requests of clients are under way."""
-        return self._server.num_calls + (0 if self.http is None else self.http.num_requests)
+        num_calls = sum(server.num_calls for server in self._servers)
+        return num_calls + (0 if self.http is None else self.http.num_requests)
 
     @override
     async def close(self) -> None:
         if self.batches is not None:
             await self.batches.stop()
         if self.http is not None:
-            await self.http.stop(_HTTP_STOP_GRACE_S)
+            await self.http.stop(_STOP_GRACE_S)
         if self.batches is not None:
             await self.batches.close()
+        for server in self._servers[1:]:  # the first one is stopped by `rpc.server`
+            await server.stop(_STOP_GRACE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._open.close)
@@ -269,7 +283,8 @@ class RouterService(Service):
 
     async def _follow_health(self, model: Model) -> None:
         while True:
-            self._server.set_serving(self.models.can_serve)
+            for server in self._servers:
+                server.set_serving(self.models.can_serve)
             await model.fleet.wait_for_change()
 
 

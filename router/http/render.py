@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from baton.common.request.generation import TextOrTokens
 from router.http.body_route import BodyRoute, convert_body
-from router.http.chat import chat_request_of
+from router.http.chat import read_chat_request
 from router.http.endpoints import EndpointGroup, context_of, declared_responses
 from router.http.json_bytes import json_response
 from router.http.openai_bodies import ChatBody, CompletionBody
@@ -43,9 +43,9 @@ async def render_chat(body: ChatBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat = await convert_body(request, chat_request_of, body, request_id)
+    chat = await convert_body(request, read_chat_request, body, request_id)
     body.drop_ignored()
-    prompt = await context.chat(model).render(chat)
+    (prompt,) = (await context.chat(model).prompt_of(chat)).prompts
     prompts = _Prompts(body, model, timeout_of(request), add_special=chat.add_special_tokens)
     rendered = await prompts.render(f"chatcmpl-{request_id}", prompt)
     return await _response(rendered, len(rendered["token_ids"]))
