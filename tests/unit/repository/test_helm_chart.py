@@ -5,6 +5,7 @@ commands Baton understands; values that are wrong are refused by name.
 import re
 
 import pytest
+import yaml
 
 from baton.cli import build_parser
 from baton.common.flags.config_flags import config_from_args
@@ -22,6 +23,7 @@ from tests.support.helm_chart import (
     render_all,
     schema_errors,
 )
+from tests.support.pages import blocks
 
 pytestmark = needs_helm
 
@@ -121,9 +123,17 @@ REFUSED = {
 }
 
 
+# Other blocks are manifests, or the rules of an adapter of metrics.
+PAGE_VALUES = [
+    values
+    for block in blocks("docs/kubernetes.md", "yaml")
+    if not {"kind", "rules"} & (values := yaml.safe_load(block)).keys()
+]
+
+
 @pytest.fixture(scope="module")
 def answers():
-    return render_all([*CASES.values(), *REFUSED.values()])
+    return render_all([*CASES.values(), *REFUSED.values(), *PAGE_VALUES])
 
 
 @pytest.fixture(params=CASES)
@@ -180,6 +190,14 @@ def test_bad_values_are_refused_by_name(answers, message):
     answer = answers[len(CASES) + list(REFUSED).index(message)]
     assert isinstance(answer, str), "it was rendered"
     assert message in answer
+
+
+@pytest.mark.parametrize("number", range(len(PAGE_VALUES)))
+def test_values_of_the_page_make_valid_manifests(answers, number):
+    manifests = answers[len(CASES) + len(REFUSED) + number]
+    assert not isinstance(manifests, str), manifests
+    errors = (schema_errors(manifest, VERSIONS[-1]) for manifest in manifests)
+    assert [error for each in errors for error in each] == []
 
 
 def test_baton_understands_commands_and_variables(manifests, monkeypatch):
