@@ -15,7 +15,7 @@ from baton.common.errors import (
 )
 from baton.common.model_files.files import open_model_files
 from baton.common.request.answer import CandidateOutput
-from baton.common.request.generation import GenerationRequest
+from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.short_texts import short_repr
@@ -28,6 +28,7 @@ from router.fleet.served_model import RequestLimits
 from router.observe.request_log import RequestLog
 from router.requests.generation_config import load_default_params
 from router.requests.pace import Pace
+from router.requests.request import tokenize_prompt
 from router.requests.tokenizer import Tokenizer
 from router.requests.validation import MAX_TOKENIZE_CHARS
 from router.routing.cache_index import CacheIndex
@@ -191,6 +192,13 @@ class Model:
         """
         async with self._admission.tokenizing.turn():
             return await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    async def encode_prompt(
+        self, prompt: TextOrTokens, limits: RequestLimits, most: int | None, **options: bool
+    ) -> Sequence[int]:
+        """`tokenize_prompt`, for a call that wants the tokens alone; `most` is its limit."""
+        async with self._admission.tokenizing.turn():
+            return await tokenize_prompt(prompt, self.tokenizer, limits, most, **options)
 
     async def decode(self, token_ids: Sequence[int], **options: bool) -> str:
         """`Tokenizer.decode_async`; errors are those of `encode`."""

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,9 @@ from baton.v1 import (
 )
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
+from router.fleet_gauges import fleet_counts, replica_gauges
 from router.models import Model, Models, RouterFiles
-from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
+from router.observe.metrics import RouterMetrics
 from router.observe.request_log import RequestLog
 from router.processes.link import ProcessLink
 from router.processes.place import ProcessPlace
@@ -47,6 +48,7 @@ from rpc.tracing import open_tracer
 from rpc.watchdog import end_on_signal, ending_when_stuck
 
 if TYPE_CHECKING:
+    from router.batches.service import BatchService
     from router.http.server import HttpServer
 
 __all__ = [
@@ -67,8 +69,10 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 
 _LOGGER = logging.getLogger("baton.router")
+_LOOPBACK = "127.0.0.1"
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
+_MAX_BATCH_PLACES = 256
 _MAX_REPLICA_WAIT_S = 2.0
 
 
@@ -89,7 +93,8 @@ class RouterService(Service):
         operators: describes the router and its cluster.
         metrics: what Prometheus reads.
         metrics_access: who may read them.
-        http: the HTTP server; None if the config has no port for it.
+        http: the HTTP server; None if the config has none.
+        batches: the files and batches of clients; None if the router keeps none.
 
     Raises:
         ConfigurationError: a target is malformed, or the tags of the reasoning part are bad.
@@ -137,8 +142,8 @@ class RouterService(Service):
         self._admission.read_num_seats = lambda: sum(m.fleet.num_seats for m in self.models)
         self._metrics.read_running = lambda: self._admission.num_running
         self._metrics.read_pause_s = lambda: pace.pause_s
-        self._metrics.read_fleets = lambda: _fleet_counts(self.models)
-        self._metrics.read_replicas = lambda: _replica_gauges(self.models)
+        self._metrics.read_fleets = lambda: fleet_counts(self.models)
+        self._metrics.read_replicas = lambda: replica_gauges(self.models)
         self._metrics.read_caches = lambda: chain.from_iterable(
             model.fleet.cache_counts() for model in self.models
         )
@@ -168,7 +173,8 @@ class RouterService(Service):
         )
         self._open = ExitStack()
         self.http: HttpServer | None = None
-        if config.http.port is not None:
+        self.batches: BatchService | None = None
+        if config.http.is_on:
             self.http = _http_server(self, config, security, link)
         if config.picker.endpoint_picker_port is not None:
             # Imported here, as HTTP is: it reads the bodies of HTTP requests.
@@ -197,6 +203,8 @@ class RouterService(Service):
             await self._link.start(
                 MetricsServicer(self.metrics), self._process_servicer, self._registration
             )
+        if self.batches is not None:
+            self.batches.start()
 
     async def _wait_for_replicas(self) -> None:
         """Waits a moment until the models can be served, as other processes take the calls."""
@@ -229,8 +237,10 @@ class RouterService(Service):
     @override
     async def drain(self, timeout_s: float) -> None:
         """Closes the ports, so that clients go to other routers, and waits for the calls and
-        requests that have come.
+        requests that have come. Batches go on elsewhere or later.
         """
+        if self.batches is not None:
+            await self.batches.stop()
         await asyncio.gather(*(server.refuse_new() for server in self._servers))
         if self.http is not None:
             self.http.begin_drain()
@@ -249,8 +259,12 @@ class RouterService(Service):
 
     @override
     async def close(self) -> None:
+        if self.batches is not None:
+            await self.batches.stop()
         if self.http is not None:
             await self.http.stop(_STOP_GRACE_S)
+        if self.batches is not None:
+            await self.batches.close()
         for server in self._servers[1:]:  # the first one is stopped by `rpc.server`
             await server.stop(_STOP_GRACE_S)
         for task in self._tasks:
@@ -262,6 +276,11 @@ class RouterService(Service):
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
+    def batch_places(self) -> int:
+        """How many requests of batches may run at once: half of what the replicas run."""
+        num_seats = sum(model.fleet.num_seats for model in self.models)
+        return max(1, min(num_seats, self._admission.max_requests, _MAX_BATCH_PLACES) // 2)
+
     async def _follow_health(self, model: Model) -> None:
         while True:
             for server in self._servers:
@@ -271,32 +290,6 @@ class RouterService(Service):
 
 def _names(config: RouterConfig) -> Sequence[str]:
     return [model.names[0] for model in config.models]
-
-
-def _fleet_counts(models: Models) -> Iterator[FleetCounts]:
-    for model in models:
-        for tier in (model.fleet.prefill, model.fleet.decode):
-            yield FleetCounts(
-                model.name,
-                tier.name,
-                connected=sum(r.has_role for r in tier.connected),
-                ready=len(tier.candidates),
-                ejected=sum(r.is_ejected for r in tier.candidates),
-            )
-
-
-def _replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
-    for model in models:
-        for tier in (model.fleet.prefill, model.fleet.decode):
-            for replica in tier.connected:
-                if replica.has_role:
-                    yield ReplicaGauges(
-                        model.name,
-                        tier.name,
-                        replica.address,
-                        backlog_s=replica.backlog_s,
-                        hit_rate=replica.hit_rate,
-                    )
 
 
 def _http_server(
@@ -311,7 +304,9 @@ def _http_server(
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
-    check_operator = partial(security.check_operator, http.host)
+    # Only processes of this machine reach a unix socket.
+    host = http.host if http.uds is None else _LOOPBACK
+    check_operator = partial(security.check_operator, host)
     app = build_app(
         service.models,
         http,
@@ -322,6 +317,10 @@ def _http_server(
         None if link is None else link.accounts,
         PageState(service.operators, service.models, config, check_operator).read,
     )
+    if http.batch_folder is not None:
+        from router.http.batch_service import open_batches
+
+        service.batches = open_batches(app, http, security.tenants, service.batch_places)
     return HttpServer(app, http, security.http_context(), shares_port=link is not None)
 
 
@@ -350,7 +349,7 @@ def _connection_age(config: RouterConfig) -> ConnectionAge | None:
 def connection_limits(config: RouterConfig) -> tuple[int, int]:
     """The most connections over HTTP and over gRPC, which share the process's open files."""
     budget = connection_budget()
-    if config.http.port is None:
+    if not config.http.is_on:
         return 0, min(MAX_CONNECTIONS, budget)
     if config.grpc.port is None:
         return min(config.http.max_connections, budget), 1

@@ -4,10 +4,10 @@
    port leaves the calls to the others; its service listens when it has started.
 2. Start the service (load a model, find replicas), which may take minutes.
 3. The service reports that it is ready. Health answers SERVING.
-4. On the first SIGTERM, SIGINT or SIGHUP health answers NOT_SERVING. The service serves on for
+4. On the first SIGTERM or SIGINT health answers NOT_SERVING. The service serves on for
    `--shutdown-delay-s`, in which load balancers notice, and then drains. A service whose callers
    have others to go to closes its port first, so that their next calls go there. SIGINT ends delay
-   and drain; more of the others do not, as a supervisor may repeat them.
+   and drain; more SIGTERMs do not, as a supervisor may repeat them. SIGHUP is ignored.
 5. Stop the server, close the service.
 
 A signal during step 2 stops the server and the process. A service that can serve no more calls
@@ -40,7 +40,7 @@ from rpc.process_limits import MAX_CONNECTIONS, connection_budget, raise_descrip
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig
 from rpc.standard_services import HEALTH_SERVICE_NAME, HealthServicer, add_reflection
-from rpc.stop_signals import StopSignals
+from rpc.stop_signals import StopSignals, ignore_hangup
 
 __all__ = [
     "EXIT_CONFIGURATION",
@@ -360,6 +360,7 @@ def run_process(
         log_format: text or json.
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
+    ignore_hangup()
     start_logging(log_level, log_format)
     for warning in unknown_variables():
         _LOGGER.warning("%s", warning)

@@ -1,4 +1,8 @@
-"""The signals that ask a process to stop, as events of the loop or as exceptions."""
+"""The signals that ask a process to stop, as events of the loop or as exceptions.
+
+SIGHUP stops programs that talk in a terminal, which it says has closed. Servers ignore it: tools
+that rotate logs send it, and logs go to stderr, so that there is no file to open again.
+"""
 
 import asyncio
 import signal
@@ -6,19 +10,33 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["STOP_SIGNALS", "StopSignals", "exit_on_signals", "stop_signals_in_use"]
+__all__ = [
+    "STOP_SIGNALS",
+    "StopSignals",
+    "exit_on_signals",
+    "ignore_hangup",
+    "stop_signals_in_use",
+]
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of supervisors, of Ctrl-C, and of a terminal that closes."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals of supervisors and of Ctrl-C, which stop servers."""
 _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _STATUS_OF_SIGNALS = 128  # plus the signal's number: the status that a shell reports
 
 
 def stop_signals_in_use() -> Sequence[signal.Signals]:
-    """Returns the signals of `STOP_SIGNALS` apart from ignored ones: under `nohup`, and with `&` in
-    a script, the shell has set a signal to be ignored.
+    """Returns the signals of `STOP_SIGNALS` apart from ignored ones: with `&` in a script, the
+    shell has set a signal to be ignored.
     """
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def ignore_hangup() -> None:
+    """Lets SIGHUP do nothing, in this process and in those that it starts.
+
+    Only for the main thread.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class StopSignals:

@@ -86,7 +86,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ClientTls, "security", omit=HTTP_OMITS)
     # The cluster of --model is for this command alone; --api-key is the key that it sends.
     omit = [one.name for config in (ClientTlsConfig, TenantsConfig) for one in fields(config)]
-    add_cluster_args(parser, omit=omit, model=None, port=0, grpc_port=None)
+    add_cluster_args(
+        parser, omit=[*omit, "uds", "batch_folder"], model=None, port=0, grpc_port=None
+    )
 
 
 def main(args: argparse.Namespace) -> int:

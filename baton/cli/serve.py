@@ -22,6 +22,7 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.up.cluster import background_cluster, run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
+from rpc.stop_signals import ignore_hangup
 from worker.processes.output import discard_unread_output, log_writer
 
 __all__ = ["add_args", "example_command", "main"]
@@ -62,12 +63,16 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.demo and args.grpc_port is None:
         raise ConfigurationError("--demo needs gRPC; leave --grpc-port none out")
-    if args.chat and args.port is None:
-        raise ConfigurationError("--chat needs HTTP; leave --port none out")
+    if args.chat and (args.port is None or args.uds is not None):
+        raise ConfigurationError("--chat needs HTTP; leave --port none and --uds out")
+    if args.uds is not None and args.grpc_port is None:
+        raise ConfigurationError("--uds needs gRPC too, which says when the router serves")
     ray_address = cluster_address() if args.on == "ray" else None
     write = log_writer(args.log_format)
     for warning in unknown_variables():
         write(f"serve | warning: {warning}")
+    if not args.chat:
+        ignore_hangup()
     with running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
@@ -89,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
     """Returns a command for a shell that uses the cluster: a chat if the model has a template."""
     router, name = plan.router, config.model.names[0]
-    if not router.http_address:
+    if not router.http_address and config.router.http.uds is None:
         return shlex.join([sys.argv[0], "generate", _TRY_PROMPT, *_grpc_flags(config, router)])
     body: dict[str, object] = {"model": name}
     if ChatTemplate.load(config.model.model, config.model.chat_template) is None:
@@ -102,7 +107,9 @@ def example_command(config: ClusterConfig, plan: ClusterPlan) -> str:
     headers = "-H 'Content-Type: application/json'"
     if not config.router.security.tenants.is_open:
         headers += ' -H "Authorization: Bearer $BATON_API_KEY"'
-    return f"curl {_curl_target(router)}/{path} {headers} -d {shlex.quote(json.dumps(body))}"
+    return (
+        f"curl {_curl_target(config, router)}/{path} {headers} -d {shlex.quote(json.dumps(body))}"
+    )
 
 
 def _watch_command(config: ClusterConfig, router: Server) -> str:
@@ -121,9 +128,14 @@ def _grpc_flags(config: ClusterConfig, router: Server) -> list[str]:
     return flags
 
 
-def _curl_target(router: Server) -> str:
-    """The router's URL for curl, with what curl needs to trust its certificate."""
-    tls = router.tls
+def _curl_target(config: ClusterConfig, router: Server) -> str:
+    """The router's URL for curl, with what curl needs to reach it and to trust its certificate."""
+    tls, uds = router.tls, config.router.http.uds
+    if uds is not None:
+        scheme = "http" if tls.ssl_ca_certs is None else "https"
+        trust = [] if tls.ssl_ca_certs is None else ["--cacert", tls.ssl_ca_certs]
+        name = tls.ssl_server_name or "localhost"
+        return shlex.join([*trust, "--unix-socket", uds, f"{scheme}://{name}/v1"])
     if tls.ssl_ca_certs is None:
         return router.url
     host, _, port = router.http_address.rpartition(":")
@@ -162,6 +174,8 @@ def _print_addresses(config: ClusterConfig, plan: ClusterPlan) -> None:
         print(f"{'http':<10} {router.url}")
         if config.router.http.page:
             print(f"{'page':<10} {router.page_url}")
+    if config.router.http.uds is not None:
+        print(f"{'http':<10} {config.router.http.uds}")
     if router.address:
         print(f"{'grpc':<10} {router.address}")
     for server in plan.workers:

@@ -35,7 +35,7 @@ _STOP_GRACE_S = 10.0
 
 
 async def stop_on_signal(processes: Sequence[SupervisedProcess]) -> None:
-    """Returns on the first SIGINT, SIGTERM or SIGHUP; each later signal kills the processes."""
+    """Returns on the first SIGINT or SIGTERM; each later signal kills the processes."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

@@ -65,8 +65,13 @@ async def run_router_processes(
         models_file: `--models`; None for the one model of the config.
 
     Raises:
-        ConfigurationError: an address cannot be bound, or a process cannot start.
+        ConfigurationError: an address cannot be bound or shared, or a process cannot start.
     """
+    if config.http.uds is not None:
+        raise ConfigurationError(
+            f"--uds is {config.http.uds}; the kernel divides connections to ports alone among "
+            "processes, so leave --processes or --uds out"
+        )
     needs = SUPERVISOR_NEEDS + num_processes * ROUTER_NEEDS
     check_needs(f"baton router --processes {num_processes}", needs)
     with StopSignals() as signals, ExitStack() as stack:

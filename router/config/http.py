@@ -28,6 +28,18 @@ class HttpConfig:
     port: int | None = 0
     port_file: str | None = None
     keepalive_interval_s: float = 15.0
+    uds: str | None = flag(
+        None,
+        "path of a unix socket on which HTTP is served in place of --port; its owner and group may "
+        "connect",
+        metavar="PATH",
+    )
+    batch_folder: str | None = flag(
+        None,
+        "folder in which OpenAI's files and batches (/v1/files, /v1/batches) are kept; routers may "
+        "share it (default: there are none)",
+        metavar="PATH",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (), "origins of web pages whose scripts may call the HTTP server, or *", metavar="ORIGIN"
     )
@@ -70,8 +82,19 @@ class HttpConfig:
         metavar="SECONDS",
     )
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a server."""
+        return self.port is not None or self.uds is not None
+
     def __post_init__(self) -> None:
         check_port("--port", self.port)
+        if self.uds is not None:
+            self._check_socket(self.uds)
+        if self.batch_folder is not None and not (self.batch_folder and self.is_on):
+            raise ConfigurationError(
+                f"--batch-folder is {self.batch_folder!r}; it must be a path, and needs HTTP"
+            )
         for name in (
             "max_request_bytes",
             "max_connections",
@@ -87,3 +110,11 @@ class HttpConfig:
             if value is not None and not value > 0:
                 flag_name = name.replace("_", "-")
                 raise ConfigurationError(f"--{flag_name} is {value!r}; it must be > 0")
+
+    def _check_socket(self, path: str) -> None:
+        if not path or "\0" in path:
+            raise ConfigurationError(f"--uds is {path!r}; it must be a path")
+        if self.port is not None:
+            raise ConfigurationError(f"--uds is {path}, and --port is {self.port}; set one of them")
+        if self.port_file is not None:
+            raise ConfigurationError("--port-file is set, but a socket of --uds has no port")

@@ -212,7 +212,7 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.grpc.port is None and self.http.port is None:
+        if self.grpc.port is None and not self.http.is_on:
             raise ConfigurationError("--port and --grpc-port are both none; set one of them")
         if self.grpc.port and self.grpc.port == self.http.port:
             raise ConfigurationError(
@@ -340,11 +340,13 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
     """
     server = config_from_args(ServerConfig, args)
     grpc = config_from_args(_GrpcPort, args)
+    # As in vLLM, a unix socket is in place of the port, which has a default.
+    http_port = server.port if getattr(args, "uds", None) is None else None
     return config_from_args(
         RouterConfig,
         args,
         http=config_from_args(
-            HttpConfig, args, host=server.host, port=server.port, port_file=server.port_file
+            HttpConfig, args, host=server.host, port=http_port, port_file=server.port_file
         ),
         grpc=replace(server, port=grpc.grpc_port, port_file=grpc.grpc_port_file),
         models=_models(args, model),

@@ -1,6 +1,6 @@
 """`build_app`: the HTTP application over the served models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,7 +14,18 @@ from typing_extensions import override
 from baton.common.errors import BatonError
 from baton.common.version import __version__
 from router.config.http import HttpConfig
-from router.http import anthropic, chat, completions, health, models, responses, tokens
+from router.http import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    files,
+    health,
+    models,
+    render,
+    responses,
+    tokens,
+)
 from router.http.endpoints import (
     EndpointGroup,
     HttpContext,
@@ -32,13 +43,14 @@ from router.processes.counts import Accounts, LocalAccounts
 from router.tenants.tenants import Tenants
 from rpc.interceptors import CountCall
 
-__all__ = ["build_app"]
+__all__ = ["build_app", "build_local_app"]
 
 _GROUPS: Sequence[EndpointGroup] = (
     completions.ENDPOINTS,
     responses.ENDPOINTS,
     anthropic.ENDPOINTS,
     chat.ENDPOINTS,
+    render.ENDPOINTS,
     models.ENDPOINTS,
     tokens.ENDPOINTS,
     health.ENDPOINTS,
@@ -46,6 +58,8 @@ _GROUPS: Sequence[EndpointGroup] = (
 """The endpoints. A new group needs a line here."""
 _PAGE_GROUPS: Sequence[EndpointGroup] = (assets.ENDPOINTS, status.ENDPOINTS)
 """Those of the page, which a flag turns off."""
+_BATCH_GROUPS: Sequence[EndpointGroup] = (files.ENDPOINTS, batches.ENDPOINTS)
+"""Those of files and batches, which a flag turns on."""
 
 
 class _App(FastAPI):
@@ -84,20 +98,10 @@ def build_app(
         accounts: where the ids of running requests are kept; None for this process.
         read_status: returns what the page shows of the router.
     """
-    app = _App(
-        title="Baton",
-        version=__version__,
-        description="LLM serving with OpenAI's API",
-        openapi_url="/openapi.json",
-        # FastAPI's pages load scripts from a public server.
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.state.context = HttpContext(served, config, read_metrics, admits_reader, read_status)
-    for group in (*_GROUPS, *(_PAGE_GROUPS if config.page else ())):
-        app.include_router(group.router)
-    for kind in (BatonError, HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, _answer_error)
+    context = HttpContext(served, config, read_metrics, admits_reader, read_status)
+    page = _PAGE_GROUPS if config.page else ()
+    stored = () if config.batch_folder is None else _BATCH_GROUPS
+    app = _new_app(context, (*_GROUPS, *page, *stored))
     app.add_middleware(LoadCheck, served=served)  # inside of the next one
     app.add_middleware(
         RequestMiddleware,
@@ -110,6 +114,29 @@ def build_app(
     )
     if config.allowed_origins:
         _allow_origins(app, config)
+    return app
+
+
+def build_local_app(context: HttpContext) -> FastAPI:
+    """The endpoints without middleware, for calls in this process; see `LocalCalls`."""
+    return _new_app(context, _GROUPS)
+
+
+def _new_app(context: HttpContext, groups: Iterable[EndpointGroup]) -> FastAPI:
+    app = _App(
+        title="Baton",
+        version=__version__,
+        description="LLM serving with OpenAI's API",
+        openapi_url="/openapi.json",
+        # FastAPI's pages load scripts from a public server.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.context = context
+    for group in groups:
+        app.include_router(group.router)
+    for kind in (BatonError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 

@@ -1,6 +1,6 @@
 """`HttpContext` and `EndpointGroup`: what endpoints share; their responses for OpenAPI."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from baton.common.errors import UnavailableError
+from baton.common.errors import InvalidArgumentError, UnavailableError
+from router.batches.service import BatchService
 from router.chat_service import ChatService
 from router.config.http import HttpConfig
 from router.http.errors import ErrorBody, openai_error
@@ -24,12 +25,14 @@ __all__ = [
     "HttpContext",
     "ReadMetrics",
     "ReadStatus",
+    "batches_of",
     "context_of",
     "declared_responses",
     "json_object",
     "max_model_len",
     "no_metrics",
     "no_status",
+    "page_of",
 ]
 
 _STATUSES: Mapping[int, str] = {
@@ -94,6 +97,7 @@ class HttpContext:
         read_status: returns what the page shows of the router.
 
     Attributes:
+        batches: the files and batches of clients; None if the router keeps none.
         is_draining: whether the router was asked to stop, and takes no more connections soon.
     """
 
@@ -110,6 +114,7 @@ class HttpContext:
         self.read_metrics = read_metrics
         self.admits_reader = admits_reader
         self.read_status = read_status
+        self.batches: BatchService | None = None
         self.is_draining = False
         self._token_texts: dict[str, TokenTexts] = {}
         self._chats = {model.name: ChatService(model) for model in models}
@@ -128,6 +133,38 @@ class HttpContext:
 def context_of(request: Request) -> HttpContext:
     """The context of the request's application."""
     return cast("HttpContext", request.app.state.context)
+
+
+def batches_of(request: Request) -> BatchService:
+    """The files and batches of the router, whose endpoints exist only if it keeps some."""
+    batches = context_of(request).batches
+    assert batches is not None
+    return batches
+
+
+def page_of(objects: Sequence[Mapping[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """A page of a list, in OpenAI's form.
+
+    Args:
+        objects: all of the list.
+        limit: the most objects of a page.
+        after: the id of the object before the page; None for the first page.
+
+    Raises:
+        InvalidArgumentError: the list has no object with the id `after`.
+    """
+    ids = [each["id"] for each in objects]
+    if after is not None and after not in ids:
+        raise InvalidArgumentError.for_field("after", after, "the id of an object of the list")
+    start = 0 if after is None else ids.index(after) + 1
+    page, left = objects[start : start + limit], ids[start + limit :]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": bool(left),
+    }
 
 
 def max_model_len(model: Model) -> int | None:

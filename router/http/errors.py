@@ -179,6 +179,8 @@ def _of_baton_error(error: BatonError) -> Problem:
     is_clients = error.reason in _CLIENTS_LIMITS
     status, kind, code = _OF_CLIENTS_LIMIT if is_clients else _OF_CODE[error.code]
     param = _body_field(error.field) if error.field else None
+    if error.code == "NOT_FOUND" and param in ("file_id", "batch_id"):
+        code = None  # of models alone
     message = error.message
     if isinstance(error, PromptTooLongError):
         param, code, message = "prompt", "context_length_exceeded", _context_text(error)

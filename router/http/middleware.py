@@ -24,6 +24,7 @@ from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.observe.traceparent import TraceContext, parse_traceparent
 from baton.common.request.slo import Slo
 from router.http.errors import ErrorBody, Problem, error_response, http_problem, problem_of
+from router.http.multipart import FILES_PATH, is_form
 from router.http.page.paths import ASSET_PATHS, STATUS_PATH
 from router.processes.counts import RunningIds
 from router.tenants.tenants import Tenants, credentials_of
@@ -152,7 +153,9 @@ class RequestMiddleware:
             if isinstance(body, Problem):
                 return body
             call.is_body_read = True
-            if body and not _is_json(dict(scope["headers"]).get(b"content-type", b"")):
+            kind = dict(scope["headers"]).get(b"content-type", b"")
+            is_file = scope["path"] == FILES_PATH and is_form(kind.decode("latin-1"))
+            if body and not is_file and not _is_json(kind):
                 return http_problem(415, "the body must have the content type application/json")
             scope["state"]["release_body"] = counted.release
             receive = _replaying(body, receive)

@@ -24,6 +24,7 @@ from router.config.http import HttpConfig
 from router.http.acceptor import Acceptor
 from router.http.connection import LimitedProtocol, limited_protocol
 from rpc.listeners import open_listeners, write_port_file
+from rpc.unix_socket import UnixSocket
 
 __all__ = ["HttpServer"]
 
@@ -63,6 +64,7 @@ class HttpServer:
         self._context = context
         self._shares_port = shares_port
         self._sockets: list[socket.socket] = []
+        self._unix_socket: UnixSocket | None = None
         self._task: asyncio.Task[None] | None = None
         self._protocol = limited_protocol(config)
         self._server = _Server(
@@ -84,8 +86,8 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """`host:port`, once listening."""
-        return join_host_port(self._config.host, self.port)
+        """`host:port`, once listening, or the path of the unix socket."""
+        return self._config.uds or join_host_port(self._config.host, self.port)
 
     async def start(self) -> None:
         """Binds the address and begins to answer.
@@ -93,9 +95,13 @@ class HttpServer:
         Raises:
             ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
-        assert self._config.port is not None, "a router without HTTP has no server"
-        self._sockets = _bound_sockets(self._config.host, self._config.port, self._shares_port)
-        self.port = self._sockets[0].getsockname()[1]
+        if self._config.uds is not None:
+            self._unix_socket = await asyncio.to_thread(UnixSocket.open, self._config.uds, _BACKLOG)
+            self._sockets = [self._unix_socket.listener]
+        else:
+            assert self._config.port is not None, "a router without HTTP has no server"
+            self._sockets = _bound_sockets(self._config.host, self._config.port, self._shares_port)
+            self.port = self._sockets[0].getsockname()[1]
         if self._config.port_file is not None:
             write_port_file(Path(self._config.port_file), self.port)
         self._server.begin(self._sockets, self._context, self._config)
@@ -117,6 +123,8 @@ class HttpServer:
         """
         self.announce_stop()
         self._protocol.is_draining = True
+        if self._unix_socket is not None:
+            self._unix_socket.remove()  # while it listens, no other server has its path
         for listener in getattr(self._server, "servers", ()):
             listener.close()
 

@@ -159,6 +159,16 @@ class Tenants:
         self._count_refusal("credentials")
         raise UnauthenticatedError("the call lacks a valid credential")
 
+    def named(self, name: str) -> Tenant:
+        """The tenant with a name, for whom the router works without a call.
+
+        Raises:
+            PermissionDeniedError: it may no longer call the router.
+        """
+        if self.is_open:
+            return OPEN_TENANT
+        return self._tenant(name, TenantsFile() if self._file is None else self._file.last)
+
     def read_changes(self) -> None:
         """Reads a changed file of tenants again. May run in any thread."""
         if self._file is not None:

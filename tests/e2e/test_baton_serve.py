@@ -164,6 +164,14 @@ async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
         assert f"{address} takes requests of both tiers" in await run_in_shell(change)
         assert re.search(r"^both .* ready ", await run_in_shell(f"{watch} --once"), re.MULTILINE)
 
+        served.process.send_signal(signal.SIGHUP)
+        for child in children.values():
+            child.send_signal(signal.SIGHUP)
+        with Client(served.router) as client:
+            result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=60)
+        assert list(result.token_ids) == expected
+        assert served.children() == children
+
         children["worker.decode"].send_signal(signal.SIGKILL)
         await served.read_until("decode-0 | starting again")
         assert await generate_when_back(served.router) == expected

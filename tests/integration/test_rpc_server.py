@@ -298,14 +298,13 @@ async def serve_scripted(service, config=None):
     return await started, task
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_a_signal_to_stop_drains_first(number):
+async def test_a_signal_to_stop_drains_first():
     service = ScriptedService()
     async with asyncio.timeout(20):
         server, task = await serve_scripted(service)
         async with open_channel(server.address) as channel:
             assert await health_of(channel) == SERVING
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
             await service.drain_begun.wait()
             assert await health_of(channel) == NOT_SERVING
             assert not service.is_closed
@@ -352,24 +351,6 @@ async def test_a_failure_ends_the_delay_of_a_stop():
         with pytest.raises(InternalError, match="has died"):
             await task
     assert service.is_closed
-
-
-async def test_a_hangup_that_nohup_has_set_to_be_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    service = ScriptedService()
-    try:
-        async with asyncio.timeout(20):
-            server, task = await serve_scripted(service)
-            os.kill(os.getpid(), signal.SIGHUP)
-            async with open_channel(server.address) as channel:
-                assert await health_of(channel) == SERVING
-            assert not service.drain_begun.is_set()
-            service.may_end.set()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await task
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 async def test_more_sigterms_do_not_end_the_drain():

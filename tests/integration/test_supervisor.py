@@ -349,21 +349,6 @@ def test_a_killed_parent_leaves_no_orphan():
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-async def test_a_signal_that_the_shell_has_set_to_be_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
-    waiting = asyncio.create_task(stop_on_signal([]))
-    try:
-        await asyncio.sleep(0)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(waiting, 20)
-    finally:
-        waiting.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-        signal.signal(signal.SIGHUP, before)
-
-
 async def test_a_process_that_a_second_signal_kills_is_not_started_again(lines, supervise):
     process = supervise("stubborn")
     await lines.wait_for("ready")
@@ -375,7 +360,7 @@ async def test_a_process_that_a_second_signal_kills_is_not_started_again(lines, 
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.5)  # `QUICK` would have started it by then
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
     assert process.pid is None
     assert len(lines.pids()) == 1

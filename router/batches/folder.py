@@ -1,0 +1,347 @@
+"""`BatchFolder`: files and batches on disk, which several routers may share.
+
+    runner.lock                    held by the process that runs the batches
+    queue/TIME.BATCH.TENANT        a batch that has not finished; an empty file
+    tenants/TENANT/files/          ID.json: a `FileRecord`; ID.jsonl: the content
+    tenants/TENANT/batches/        ID.json: a `BatchRecord`; ID.cancel: the client wants its end
+
+TENANT is a hash of the client's name. Records and contents appear in one piece. Once a batch is in
+the queue, only the process with the lock writes its record, so that no change is lost; others ask
+it by files of their own. All methods wait for the disk, and run in threads.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from baton.common.errors import (
+    BatonError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from router.batches.records import BatchRecord, FileRecord, read_record, record_text
+
+__all__ = [
+    "MAX_BATCHES",
+    "MAX_FILES",
+    "MAX_TTL_S",
+    "BatchFolder",
+    "QueuedBatch",
+    "key_of",
+    "new_id",
+]
+
+_LOGGER = logging.getLogger("baton.batches")
+MAX_FILES = 1000
+"""The most files of one client, output files of batches included."""
+MAX_BATCHES = 1000
+"""The most batches of one client, finished ones included."""
+MAX_TTL_S = 30 * 24 * 3600
+"""Files and finished batches are removed after so many seconds at the latest."""
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
+_TEMPORARY = ".tmp"
+_MAX_TEMPORARY_S = 3600
+_Record = TypeVar("_Record", FileRecord, BatchRecord)
+
+
+def new_id(prefix: str) -> str:
+    """Returns a new id, which `BatchFolder` takes as part of a path."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+class QueuedBatch:
+    """A batch in the queue.
+
+    Args:
+        marker: its file there.
+
+    Attributes:
+        marker: its file there.
+        id: the batch's.
+        tenant_key: the name of its client's folder.
+    """
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+        _, self.id, self.tenant_key = marker.name.split(".")
+
+
+class BatchFolder:
+    """The folder of batches.
+
+    Args:
+        path: the folder, which is made if it does not exist; for this user alone.
+        clock: seconds since 1970.
+
+    Attributes:
+        lock_path: the file that the process which runs the batches holds locked.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._tenants = path / "tenants"
+        self._queue = path / "queue"
+        self.lock_path = path / "runner.lock"
+        self._clock = clock
+        for folder in (path, self._tenants, self._queue):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def now(self) -> int:
+        """Seconds since 1970."""
+        return int(self._clock())
+
+    def add_file(
+        self, tenant: str, filename: str, purpose: str, content: bytes | memoryview, ttl_s: int
+    ) -> FileRecord:
+        """Keeps a file of a client.
+
+        Raises:
+            InvalidArgumentError: the client has as many files as it may have.
+        """
+        if len(self._ids(key_of(tenant), "files")) >= MAX_FILES:
+            raise InvalidArgumentError(
+                f"file: this client has {MAX_FILES} files, the most; delete some"
+            )
+        now = self.now
+        record = FileRecord(
+            id=new_id("file-"),
+            tenant=tenant,
+            filename=filename,
+            purpose=purpose,
+            num_bytes=len(content),
+            created_at=now,
+            expires_at=now + ttl_s,
+        )
+        path = self.content_path(key_of(tenant), record.id)
+        _write(path, content)
+        try:
+            self.write_file_record(key_of(tenant), record)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return record
+
+    def write_file_record(self, tenant_key: str, record: FileRecord) -> None:
+        """Lets clients see a file whose content is in place."""
+        _write(self._record_path(tenant_key, "files", record.id), record_text(record))
+
+    def content_path(self, tenant_key: str, file_id: str) -> Path:
+        """The path of a file's content."""
+        return self._tenants / tenant_key / "files" / f"{file_id}.jsonl"
+
+    def file(self, tenant: str, file_id: str) -> FileRecord:
+        """A file of a client.
+
+        Raises:
+            NotFoundError: the client has no such file.
+        """
+        record = self._read(FileRecord, key_of(tenant), "files", file_id)
+        if record is None or record.expires_at <= self.now:
+            raise NotFoundError(f"file_id {file_id[:64]!r} names no file", field="file_id")
+        return record
+
+    def files(self, tenant: str) -> Sequence[FileRecord]:
+        """The files of a client, the newest first."""
+        records = self._records(FileRecord, key_of(tenant), "files")
+        return [record for record in records if record.expires_at > self.now]
+
+    def delete_file(self, tenant: str, file_id: str) -> None:
+        """Removes a file of a client.
+
+        Raises:
+            NotFoundError: the client has no such file.
+            FailedPreconditionError: a batch that has not finished reads it.
+        """
+        self.file(tenant, file_id)
+        for batch in self._unfinished(key_of(tenant)):
+            if batch.input_file_id == file_id:
+                raise FailedPreconditionError(f"file_id: {batch.id} still reads this file")
+        self._remove_file(key_of(tenant), file_id)
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Keeps a batch and puts it into the queue.
+
+        Raises:
+            InvalidArgumentError: the client has as many batches as it may have.
+        """
+        key = key_of(record.tenant)
+        if len(self._ids(key, "batches")) >= MAX_BATCHES:
+            raise InvalidArgumentError(
+                f"input_file_id: this client has {MAX_BATCHES} batches, the most; those that have "
+                "finished are removed with time"
+            )
+        self.write_batch(key, record)
+        _write(self._queue / f"{time.time_ns():020}.{record.id}.{key}", b"")
+
+    def write_batch(self, tenant_key: str, record: BatchRecord) -> None:
+        """Replaces the record of a batch. Called by whoever runs it."""
+        _write(self._record_path(tenant_key, "batches", record.id), record_text(record))
+
+    def batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """A batch of a client.
+
+        Raises:
+            NotFoundError: the client has no such batch.
+        """
+        record = self.batch_by_key(key_of(tenant), batch_id)
+        if record is None:
+            raise NotFoundError(f"batch_id {batch_id[:64]!r} names no batch", field="batch_id")
+        return record
+
+    def batch_by_key(self, tenant_key: str, batch_id: str) -> BatchRecord | None:
+        """A batch in a client's folder; None if it is not there."""
+        record = self._read(BatchRecord, tenant_key, "batches", batch_id)
+        return None if record is None else self._with_cancel(tenant_key, record)
+
+    def batches(self, tenant: str) -> Sequence[BatchRecord]:
+        """The batches of a client, the newest first."""
+        records = self._records(BatchRecord, key_of(tenant), "batches")
+        return [self._with_cancel(key_of(tenant), record) for record in records]
+
+    def cancel_batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Asks whoever runs a batch to end it. Idempotent until it has ended.
+
+        Raises:
+            NotFoundError: the client has no such batch.
+            FailedPreconditionError: it has finished.
+        """
+        record = self.batch(tenant, batch_id)
+        if record.is_finished and record.status != "cancelled":
+            raise FailedPreconditionError(
+                f"batch_id: the batch is {record.status} and cannot be cancelled"
+            )
+        if not record.is_finished:
+            self._cancel_path(key_of(tenant), batch_id).touch()
+        return self.batch(tenant, batch_id)
+
+    def is_cancelled(self, batch: QueuedBatch) -> bool:
+        """Whether the client wants the end of a batch."""
+        return self._cancel_path(batch.tenant_key, batch.id).exists()
+
+    def queue(self) -> Sequence[QueuedBatch]:
+        """The batches that have not finished, the oldest first."""
+        names = sorted(entry.name for entry in os.scandir(self._queue))
+        return [QueuedBatch(self._queue / name) for name in names if name.count(".") == 2]
+
+    def leave_queue(self, batch: QueuedBatch) -> None:
+        """Takes a finished batch out of the queue. Idempotent."""
+        batch.marker.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Removes what has expired, and what interrupted writes left behind."""
+        _remove_temporaries(self._queue, self._clock())
+        for tenant in list(self._tenants.iterdir()):
+            self._sweep_tenant(tenant.name)
+
+    def _sweep_tenant(self, key: str) -> None:
+        for kind in ("files", "batches"):
+            _remove_temporaries(self._tenants / key / kind, self._clock())
+        in_use = {batch.input_file_id for batch in self._unfinished(key)}
+        for file in self._records(FileRecord, key, "files"):
+            if file.expires_at <= self.now and file.id not in in_use:
+                self._remove_file(key, file.id)
+        for batch in self._records(BatchRecord, key, "batches"):
+            finished_at = max(batch.times.values(), default=batch.created_at)
+            if batch.is_finished and finished_at + MAX_TTL_S <= self.now:
+                self._cancel_path(key, batch.id).unlink(missing_ok=True)
+                self._record_path(key, "batches", batch.id).unlink(missing_ok=True)
+
+    def _unfinished(self, key: str) -> Iterator[BatchRecord]:
+        for queued in self.queue():
+            if queued.tenant_key == key:
+                record = self.batch_by_key(key, queued.id)
+                if record is not None and not record.is_finished:
+                    yield record
+
+    def _with_cancel(self, key: str, record: BatchRecord) -> BatchRecord:
+        """The record as clients see it while whoever runs the batch has yet to end it."""
+        if record.is_finished:
+            return record
+        with suppress(FileNotFoundError):
+            asked_at = int(self._cancel_path(key, record.id).stat().st_mtime)
+            times = {**record.times, "cancelling_at": asked_at}
+            return replace(record, status="cancelling", times=times)
+        return record
+
+    def _remove_file(self, key: str, file_id: str) -> None:
+        self._record_path(key, "files", file_id).unlink(missing_ok=True)
+        self.content_path(key, file_id).unlink(missing_ok=True)
+
+    def _record_path(self, key: str, kind: str, record_id: str) -> Path:
+        return self._tenants / key / kind / f"{record_id}.json"
+
+    def _cancel_path(self, key: str, batch_id: str) -> Path:
+        return self._tenants / key / "batches" / f"{batch_id}.cancel"
+
+    def _ids(self, key: str, kind: str) -> Sequence[str]:
+        with suppress(FileNotFoundError):
+            names = (entry.name for entry in os.scandir(self._tenants / key / kind))
+            return [name[:-5] for name in names if name.endswith(".json")]
+        return ()
+
+    def _records(self, kind: type[_Record], key: str, folder: str) -> list[_Record]:
+        """The records of a client, the newest first; those that cannot be read are left out."""
+        records = []
+        for record_id in self._ids(key, folder):
+            try:
+                record = self._read(kind, key, folder, record_id)
+            except BatonError as error:
+                _LOGGER.error("%s of %s: %s", record_id, folder, error)
+                continue
+            if record is not None:
+                records.append(record)
+        return sorted(records, key=lambda record: (-record.created_at, record.id))
+
+    def _read(self, kind: type[_Record], key: str, folder: str, record_id: str) -> _Record | None:
+        if not _ID.fullmatch(record_id):
+            return None
+        try:
+            text = self._record_path(key, folder, record_id).read_bytes()
+        except FileNotFoundError:
+            return None
+        return read_record(kind, text)
+
+
+def key_of(tenant: str) -> str:
+    """The name of a client's folder, which any file system takes."""
+    return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file in one piece: after a crash it is there whole, or as it was before."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f"{uuid.uuid4().hex}{_TEMPORARY}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _remove_temporaries(folder: Path, now: float) -> None:
+    if not folder.is_dir():
+        return
+    for path in list(folder.glob(f"*{_TEMPORARY}")):
+        with suppress(FileNotFoundError):
+            if now - path.stat().st_mtime > _MAX_TEMPORARY_S:
+                path.unlink()

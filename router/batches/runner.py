@@ -1,0 +1,294 @@
+"""`BatchRunner`: runs the batches of a folder, in one of the processes that share it.
+
+    lock     the runner.lock of the folder; the kernel frees it when its process ends
+    queue    looked at every second, or when a client of this process changes something
+    batches  several at once; each waits in turn for places, of which there are few
+    results  appended one by one, so that a run that ends at any moment goes on elsewhere
+
+A batch's requests have a low priority, and at most half of the fleet's places: interactive traffic
+keeps the others, and is served first.
+"""
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from router.batches.folder import BatchFolder, QueuedBatch
+from router.batches.requests import BatchRequest
+from router.batches.run import BatchRun
+from router.batches.slots import Slots
+
+__all__ = ["BATCH_PRIORITY", "Answer", "BatchRunner", "CallApi"]
+
+_LOGGER = logging.getLogger("baton.batches")
+BATCH_PRIORITY = 100
+"""Added to the priority of a request; that of interactive ones is 0 unless they state another."""
+_MAX_PRIORITY = 2**31 - 1
+_MAX_BATCHES = 16
+"""The most batches that run at once; the others wait in the queue."""
+_MAX_BATCHES_OF_TENANT = 4
+_MAX_BYTES = 64 * 2**20
+_INTERVAL_S = 1.0
+_SWEEP_INTERVAL_S = 600.0
+_TRY_AGAIN_S = 10.0
+_FIRST_SERVER_ERROR = 500
+_MAX_FAILURES = 3
+"""How often a request may fail in the server, other than by the load."""
+_MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+_NUM_THREADS = 4
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of the API.
+
+    Attributes:
+        status: of HTTP.
+        body: JSON.
+        is_busy: whether the load, or a limit of the client, alone is why there is no other answer.
+        retry_after_s: seconds after which the same request may succeed; None if not stated.
+    """
+
+    status: int
+    body: bytes
+    is_busy: bool = False
+    retry_after_s: float | None = None
+
+
+class CallApi(Protocol):
+    """Calls the API as a client does, in this process."""
+
+    def __call__(self, tenant: str, path: str, body: bytes, request_id: str) -> Awaitable[Answer]:
+        """Returns the answer.
+
+        Args:
+            tenant: the name of the client for whom the request runs.
+            path: the endpoint.
+            body: the request's.
+            request_id: names the request.
+        """
+
+
+class BatchRunner:
+    """Runs batches while this process holds the lock of their folder.
+
+    Args:
+        folder: the folder.
+        call: calls the API.
+        read_limit: returns how many requests may run at once.
+        max_line_bytes: the most bytes of a request.
+        interval_s: seconds between two looks at the folder.
+    """
+
+    def __init__(
+        self,
+        folder: BatchFolder,
+        call: CallApi,
+        read_limit: Callable[[], int],
+        max_line_bytes: int,
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
+        self._folder = folder
+        self._call = call
+        self._slots = Slots(read_limit, _MAX_BYTES)
+        self._max_line_bytes = max_line_bytes
+        self._interval_s = interval_s
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "batch-files")
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._of_tenants: Counter[str] = Counter()  # of those that run, by the client's folder
+        self._not_before: dict[str, float] = {}
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Looks at the folder at once: a client has changed something."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Runs batches until it is cancelled. Waits while another process runs them."""
+        lock = await self._in_thread(os.open, self._folder.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            while not await self._in_thread(_locks, lock):
+                await self._pause()
+            _LOGGER.info("this process runs the batches")
+            await self._run_batches()
+        finally:
+            await self._stop()
+            os.close(lock)  # frees the lock; the batches have ended
+            self._threads.shutdown(wait=False)
+
+    async def _run_batches(self) -> None:
+        loop = asyncio.get_running_loop()
+        swept_at = float("-inf")
+        while True:
+            try:
+                if loop.time() - swept_at > _SWEEP_INTERVAL_S:
+                    swept_at = loop.time()
+                    await self._in_thread(self._folder.sweep)
+                for queued in await self._in_thread(self._folder.queue):
+                    self._begin(queued)
+            except OSError as error:
+                _LOGGER.error("cannot read the folder of batches, trying again: %s", error)
+            self._slots.grant()
+            await self._pause()
+
+    async def _pause(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._woken.wait()
+        self._woken.clear()
+
+    def _begin(self, queued: QueuedBatch) -> None:
+        """Starts a batch, unless it runs, has just failed, or too many run."""
+        now, key = asyncio.get_running_loop().time(), queued.tenant_key
+        is_early = self._not_before.get(queued.id, now) > now
+        has_room = len(self._running) < _MAX_BATCHES
+        has_room = has_room and self._of_tenants[key] < _MAX_BATCHES_OF_TENANT
+        if queued.id in self._running or is_early or not has_room:
+            return
+        self._not_before.pop(queued.id, None)
+        task = asyncio.create_task(self._run_batch(queued))
+        self._running[queued.id] = task
+        self._of_tenants[key] += 1
+        task.add_done_callback(partial(self._end, queued))
+
+    def _end(self, queued: QueuedBatch, task: asyncio.Task[None]) -> None:
+        batch_id = queued.id
+        del self._running[batch_id]
+        self._of_tenants -= Counter((queued.tenant_key,))  # without those that have none left
+        self.wake()
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._not_before[batch_id] = asyncio.get_running_loop().time() + _TRY_AGAIN_S
+        _LOGGER.error("batch %s stopped, trying again", batch_id, exc_info=error)
+
+    async def _stop(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _run_batch(self, queued: QueuedBatch) -> None:
+        run = BatchRun(self._folder, queued, self._max_line_bytes)
+        disk = _Disk(self._threads)
+        try:
+            if await disk.call(run.begin):
+                status = await self._send_until_stopped(run, disk)
+                await disk.call(run.finish, status)
+        finally:
+            await disk.call(run.close)
+
+    async def _send_until_stopped(self, run: BatchRun, disk: "_Disk") -> str:
+        """Sends the requests of a batch; returns its last status."""
+        sending = asyncio.create_task(self._send_all(run, disk))
+        try:
+            while True:
+                reason = await disk.call(run.reason_to_stop)
+                if reason is not None:
+                    return reason
+                await asyncio.wait({sending}, timeout=self._interval_s)
+                if sending.done():
+                    sending.result()
+                    return "completed"
+                await disk.call(run.checkpoint)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send_all(self, run: BatchRun, disk: "_Disk") -> None:
+        async with asyncio.TaskGroup() as group:
+            while requests := await disk.call(run.next_requests):
+                for request in requests:
+                    await self._slots.take(request.num_bytes)
+                    self._start(group, self._send(run, request, disk), request.num_bytes)
+
+    def _start(
+        self, group: asyncio.TaskGroup, sending: Coroutine[Any, Any, None], num_bytes: int
+    ) -> None:
+        """Sends a request that has a place."""
+        try:
+            task = group.create_task(sending)
+        except RuntimeError:  # another request of the group has failed
+            sending.close()
+            self._slots.release(num_bytes)
+            raise
+        task.add_done_callback(lambda _: self._slots.release(num_bytes))
+
+    async def _send(self, run: BatchRun, request: BatchRequest, disk: "_Disk") -> None:
+        """Sends a request until it has an answer that stays."""
+        body, record = _body_of(request), run.record
+        request_id = f"{record.id}-{request.number}"
+        num_failures, wait_s = 0, _MIN_WAIT_S
+        while True:
+            answer = await self._call(record.tenant, record.endpoint, body, request_id)
+            num_failures += answer.status >= _FIRST_SERVER_ERROR and not answer.is_busy
+            is_final = answer.status < _FIRST_SERVER_ERROR or num_failures >= _MAX_FAILURES
+            if is_final and not answer.is_busy:
+                break
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(max(answer.retry_after_s or 0.0, 2 * wait_s), _MAX_WAIT_S)
+        await disk.call(run.add_answer, request.custom_id, answer.status, request_id, answer.body)
+
+    async def _in_thread(
+        self, function: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _Result:
+        return await _settled(self._threads, partial(function, *args, **kwargs))
+
+
+class _Disk:
+    """Calls methods of a run in threads, one at a time.
+
+    Args:
+        threads: the threads.
+    """
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._turn = asyncio.Lock()
+
+    async def call(
+        self, method: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _Result:
+        """Returns the result of a method."""
+        async with self._turn:
+            return await _settled(self._threads, partial(method, *args, **kwargs))
+
+
+async def _settled(threads: Executor, function: Callable[[], _Result]) -> _Result:
+    """Returns the result of a function in a thread. If the caller is cancelled, the function has
+    ended all the same when this ends: nothing changes files behind the back of what follows.
+    """
+    call = asyncio.get_running_loop().run_in_executor(threads, function)
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        raise
+
+
+def _locks(lock: int) -> bool:
+    """Whether this process gets the lock of an open file, or has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _body_of(request: BatchRequest) -> bytes:
+    """The body of a request, with the priority of batches."""
+    body = dict(request.body)
+    priority = body.get("priority") or 0
+    if isinstance(priority, int | float):  # another type is refused by the endpoint
+        body["priority"] = min(priority + BATCH_PRIORITY, _MAX_PRIORITY)
+    return json.dumps(body).encode()

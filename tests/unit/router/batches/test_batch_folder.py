@@ -1,0 +1,108 @@
+"""Files and batches on disk: whose they are, how many there may be, and when they go."""
+
+import os
+import stat
+
+import pytest
+
+from baton.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from router.batches import folder as folder_module
+from router.batches.folder import MAX_TTL_S, BatchFolder, key_of
+from router.batches.records import BATCH_INPUT
+from router.batches.run import BatchRun
+from tests.support.batches import HOUR_S, add_batch
+from tests.support.clock import Clock
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def folder(tmp_path, clock):
+    return BatchFolder(tmp_path / "batches", clock)
+
+
+def add_file(folder, tenant="a"):
+    return folder.add_file(tenant, "in.jsonl", BATCH_INPUT, b"{}\n", HOUR_S)
+
+
+def end(folder, queued) -> None:
+    run = BatchRun(folder, queued, 4096)
+    assert run.begin()
+    run.finish("cancelled")
+    run.close()
+
+
+def test_clients_see_only_their_own(folder, tmp_path):
+    file, batch = add_file(folder), add_batch(folder, ["1"], "a")
+    assert folder.file("a", file.id) == file
+    for call in (
+        lambda: folder.file("b", file.id),
+        lambda: folder.delete_file("b", file.id),
+        lambda: folder.batch("b", batch.id),
+        lambda: folder.cancel_batch("b", batch.id),
+        lambda: folder.file("a", f"../../{key_of('a')}/files/{file.id}"),
+    ):
+        with pytest.raises(NotFoundError):
+            call()
+    assert not folder.files("b")
+    assert not folder.batches("b")
+    assert stat.S_IMODE((tmp_path / "batches").stat().st_mode) == 0o700
+
+
+def test_a_file_that_a_batch_reads_stays(folder):
+    batch = add_batch(folder, ["1"], "a")
+    with pytest.raises(FailedPreconditionError, match="file_id: batch_"):
+        folder.delete_file("a", batch.input_file_id)
+    end(folder, folder.queue()[0])
+    folder.delete_file("a", batch.input_file_id)
+    assert batch.input_file_id not in {file.id for file in folder.files("a")}
+    with pytest.raises(NotFoundError):
+        folder.file("a", batch.input_file_id)
+
+
+def test_a_client_has_a_limit_of_each(folder, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_FILES", 1)
+    monkeypatch.setattr(folder_module, "MAX_BATCHES", 1)
+    batch = add_batch(folder, ["1"], "a")
+    with pytest.raises(InvalidArgumentError, match="file: this client has 1 files"):
+        add_file(folder, "a")
+    with pytest.raises(InvalidArgumentError, match="input_file_id: this client has 1 batches"):
+        folder.add_batch(batch)
+    add_file(folder, "b")
+
+
+def test_a_batch_that_has_finished_cannot_be_cancelled(folder):
+    batch = add_batch(folder, ["1"], "a")
+    run = BatchRun(folder, folder.queue()[0], 4096)
+    assert run.begin()
+    run.finish("expired")
+    run.close()
+    with pytest.raises(FailedPreconditionError, match="batch_id: the batch is expired"):
+        folder.cancel_batch("a", batch.id)
+
+
+def test_what_has_expired_is_removed(folder, clock, tmp_path):
+    old, used = add_file(folder, "a"), add_batch(folder, ["1"], "a", window_s=10**6)
+    left = tmp_path / "batches" / "queue" / "1.tmp"
+    left.touch()
+    os.utime(left, (0, 0))
+    clock.now += HOUR_S
+    folder.sweep()
+    assert not left.exists()
+    key = key_of("a")
+    assert not folder.content_path(key, old.id).exists()
+    assert folder.content_path(key, used.input_file_id).exists()
+    end(folder, folder.queue()[0])
+    clock.now += MAX_TTL_S
+    folder.sweep()
+    assert not folder.content_path(key, used.input_file_id).exists()
+    assert not folder.batches("a")
+    remaining = [path for path in (tmp_path / "batches" / "tenants").rglob("*") if path.is_file()]
+    assert remaining == []

@@ -1,0 +1,192 @@
+"""Batches over an API that answers as tests say."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from router.batches import runner as runner_module
+from router.batches.folder import BatchFolder, key_of
+from router.batches.runner import BATCH_PRIORITY, Answer, BatchRunner
+from tests.support.batches import ENDPOINT, add_batch, ids_of, results_of
+from tests.support.clock import Clock
+from tests.support.conditions import until
+
+OK = Answer(200, b'{"object": "text_completion"}')
+
+
+class Api:
+    """Answers calls; those after the first `num_free` wait until they are let go."""
+
+    def __init__(self, *answers: Answer, num_free: int = 10**9) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, str, dict]] = []
+        self.request_ids: list[str] = []
+        self.num_running = self.most_running = 0
+        self.num_free = num_free
+        self.may_go = asyncio.Event()
+
+    async def __call__(self, tenant, path, body, request_id) -> Answer:
+        self.calls.append((tenant, path, json.loads(body)))
+        self.request_ids.append(request_id)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            if len(self.calls) > self.num_free:
+                await self.may_go.wait()
+            await asyncio.sleep(0)
+            return self.answers.pop(0) if self.answers else OK
+        finally:
+            self.num_running -= 1
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def folder(tmp_path, clock):
+    return BatchFolder(tmp_path / "batches", clock)
+
+
+@asynccontextmanager
+async def running(folder, api, limit=4):
+    runner = BatchRunner(folder, api, lambda: limit, 4096, interval_s=0.02)
+    task = asyncio.create_task(runner.run())
+    try:
+        async with asyncio.timeout(30):
+            yield runner
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def finished(folder, batch, status):
+    await until(lambda: folder.batch(batch.tenant, batch.id).status == status)
+    return folder.batch(batch.tenant, batch.id)
+
+
+async def test_requests_run_for_their_client_at_low_priority_and_few_at_once(folder):
+    api = Api()
+    batch = add_batch(folder, [str(i) for i in range(40)], "tenant")
+    async with running(folder, api):
+        record = await finished(folder, batch, "completed")
+    assert {(tenant, path) for tenant, path, _ in api.calls} == {("tenant", ENDPOINT)}
+    assert {body["priority"] for *_, body in api.calls} == {BATCH_PRIORITY}
+    assert api.most_running == 4
+    assert (record.total, record.completed, record.failed) == (40, 40, 0)
+    answers, errors = results_of(folder, batch)
+    assert sorted(map(int, ids_of(answers))) == list(range(40))
+    assert answers[0]["response"]["body"] == {"object": "text_completion"}
+    assert not errors
+    assert {"in_progress_at", "finalizing_at", "completed_at"} <= record.times.keys()
+
+
+async def test_a_busy_api_is_asked_again_and_an_error_stays(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_MIN_WAIT_S", 0.001)
+    monkeypatch.setattr(runner_module, "_MAX_WAIT_S", 0.001)
+    busy = Answer(429, b"{}", is_busy=True, retry_after_s=9.0)
+    lost, refused = Answer(503, b"{}"), Answer(400, b'{"error": {"param": "n"}}')
+    api = Api(*[busy] * 5, refused, *[lost] * 3, lost)
+    batch = add_batch(folder, ["refused", "lost", "found"])
+    async with running(folder, api, limit=1):
+        record = await finished(folder, batch, "completed")
+    answers, errors = results_of(folder, batch)
+    assert ids_of(answers) == ["found"]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in errors] == [
+        ("refused", 400),
+        ("lost", 503),
+    ]
+    assert errors[0]["response"]["body"] == {"error": {"param": "n"}}
+    assert (record.completed, record.failed) == (1, 2)
+
+
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+async def test_what_has_no_answer_when_a_batch_ends_gets_an_error(folder, clock, status):
+    api = Api(num_free=2)
+    batch = add_batch(folder, ["a", "b", "c", "d"])
+    async with running(folder, api):
+        await until(lambda: folder.batch("", batch.id).completed == 2)
+        assert folder.batch("", batch.id).status == "in_progress"
+        if status == "expired":
+            clock.now += 3600
+        else:
+            assert folder.cancel_batch("", batch.id).status == "cancelling"
+        record = await finished(folder, batch, status)
+    assert api.num_running == 0
+    answers, errors = results_of(folder, batch)
+    assert {each["error"]["code"] for each in errors} == {f"batch_{status}"}
+    assert sorted(ids_of(answers) + ids_of(errors)) == ["a", "b", "c", "d"]
+    assert (record.completed, record.failed) == (2, 2)
+    if status == "cancelled":
+        assert {"cancelling_at", "cancelled_at"} <= record.times.keys()
+
+
+async def test_a_second_process_waits_and_goes_on_where_the_first_has_ended(
+    folder, tmp_path, clock, monkeypatch
+):
+    first, second, tries = Api(num_free=3), Api(), []
+    locks = runner_module._locks
+    monkeypatch.setattr(
+        runner_module, "_locks", lambda lock: tries.append(locks(lock)) or tries[-1]
+    )
+    batch = add_batch(folder, [str(i) for i in range(20)])
+    async with AsyncExitStack() as stack:
+        async with running(folder, first):
+            await until(lambda: folder.batch("", batch.id).completed == 3)
+            await stack.enter_async_context(
+                running(BatchFolder(tmp_path / "batches", clock), second)
+            )
+            await until(lambda: tries.count(False) >= 3)
+            assert not second.calls
+        await finished(folder, batch, "completed")
+    assert tries.count(True) == 2
+    assert len(second.calls) == 17
+    answers, _ = results_of(folder, batch)
+    assert sorted(map(int, ids_of(answers))) == list(range(20))
+
+
+async def test_batches_take_turns(folder):
+    api = Api(num_free=1)
+    long = add_batch(folder, [f"long-{i}" for i in range(200)])
+    short = add_batch(folder, ["short-0", "short-1"])
+    async with running(folder, api, limit=1):
+        await finished(folder, short, "in_progress")
+        api.may_go.set()
+        await finished(folder, short, "completed")
+        await finished(folder, long, "completed")
+    places = [i for i, request_id in enumerate(api.request_ids) if short.id in request_id]
+    assert len(places) == 2
+    assert places[1] < 100
+
+
+async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
+    bad = add_batch(folder, ["a", "a"])
+    gone = add_batch(folder, ["a"])
+    folder.content_path(key_of(""), gone.input_file_id).unlink()
+    async with running(folder, api := Api()):
+        record = await finished(folder, bad, "failed")
+        assert (await finished(folder, gone, "failed")).errors[0]["code"] == "file_not_found"
+    assert record.errors[0]["code"] == "duplicate_custom_id"
+    assert record.body()["errors"]["data"][0]["line"] == 2
+    assert not api.calls
+    assert not folder.queue()
+
+
+async def test_a_full_disk_is_tried_again(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_TRY_AGAIN_S", 0.02)
+    batch = add_batch(folder, ["a", "b"])
+    write = runner_module.BatchRun.add_answer
+    failures = iter([OSError(28, "No space left on device")])
+
+    def add_answer(*args):
+        if (error := next(failures, None)) is not None:
+            raise error
+        write(*args)
+
+    monkeypatch.setattr(runner_module.BatchRun, "add_answer", add_answer)
+    async with running(folder, Api(), limit=1):
+        await finished(folder, batch, "completed")
+    assert sorted(ids_of(results_of(folder, batch)[0])) == ["a", "b"]

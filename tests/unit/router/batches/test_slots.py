@@ -1,0 +1,58 @@
+"""Places of batches' requests: their number, their bytes, their order, and those who leave."""
+
+import asyncio
+
+from router.batches.slots import Slots
+
+
+async def started(slots: Slots, *sizes: int) -> list["asyncio.Task[None]"]:
+    tasks = [asyncio.create_task(slots.take(size)) for size in sizes]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+def done(tasks) -> list[bool]:
+    return [task.done() for task in tasks]
+
+
+async def test_the_limit_may_grow_and_the_order_is_that_of_arrival():
+    limit = 1
+    slots = Slots(lambda: limit, 100)
+    tasks = await started(slots, 1, 1, 1, 1)
+    assert done(tasks) == [True, False, False, False]
+    limit = 2
+    slots.grant()
+    await asyncio.sleep(0)
+    assert done(tasks) == [True, True, False, False]
+    slots.release(1)
+    await asyncio.sleep(0)
+    assert done(tasks) == [True, True, True, False]
+    tasks[3].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_large_request_runs_alone():
+    slots = Slots(lambda: 9, 10)
+    tasks = await started(slots, 5, 100, 5)
+    assert done(tasks) == [True, False, False]
+    slots.release(5)
+    await asyncio.sleep(0)
+    assert done(tasks) == [True, True, False]
+    slots.release(100)
+    await asyncio.sleep(0)
+    assert done(tasks) == [True, True, True]
+
+
+async def test_who_leaves_gives_the_place_back():
+    slots = Slots(lambda: 1, 10)
+    tasks = await started(slots, 1, 1, 1)
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    slots.release(1)  # the third gets the place, and is cancelled before it sees that
+    tasks[2].cancel()
+    await asyncio.gather(tasks[2], return_exceptions=True)
+    assert tasks[2].cancelled()
+    assert slots.num_taken == 0
+    await slots.take(1)
+    assert slots.num_taken == 1
