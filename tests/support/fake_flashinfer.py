@@ -7,6 +7,7 @@ strides.
 """
 
 import sys
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -89,16 +90,17 @@ class _Wrapper:
         assert num_qo_heads % num_kv_heads == 0
         starts, lasts = paged_kv_indptr.tolist(), paged_kv_last_page_len.tolist()
         assert len(paged_kv_indices) == starts[-1]
-        query_lens = qo_indptr.diff().tolist()
+        self._query_starts = qo_indptr.tolist()
+        query_lens = [stop - start for start, stop in pairwise(self._query_starts)]
         assert max_token_per_sequence == max(query_lens)
+        counts = [stop - start for start, stop in pairwise(starts)]
         lens = [
-            (stop - start - 1) * page_size + last if stop > start else 0
-            for start, stop, last in zip(starts, starts[1:], lasts, strict=False)
+            (count - 1) * page_size + last if count else 0
+            for count, last in zip(counts, lasts, strict=True)
         ]
         assert lens == seq_lens.tolist()
         assert all(length >= count for length, count in zip(lens, query_lens, strict=True))
-        self._pages = paged_kv_indices.split([b - a for a, b in zip(starts, starts[1:])])  # noqa: B905, RUF007
-        self._query_starts, self._lens = qo_indptr.tolist(), lens
+        self._pages, self._lens = paged_kv_indices.split(counts), lens
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._types = q_data_type, kv_data_type or q_data_type
         self._rule = sm_scale, window_left, logits_soft_cap

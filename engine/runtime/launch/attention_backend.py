@@ -16,7 +16,7 @@ from kernels import AttentionMetadata, reference
 
 __all__ = ["check_flashinfer", "uses_flashinfer"]
 
-_PACKAGES = ("flashinfer-python", "flashinfer-cubin")
+_PACKAGES = ("flashinfer-python", "flashinfer-jit-cache")
 _CAPABILITY = (8, 0)  # Ampere
 _INSTALL = "pip install 'baton-llm[flashinfer]'"
 _COMPILER = (
