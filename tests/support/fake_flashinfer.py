@@ -22,7 +22,8 @@ class FakeFlashInfer(ModuleType):
     """The module.
 
     Attributes:
-        computes: whether `run` computes; otherwise it only checks.
+        computes: whether numbers are read, and attention computed; otherwise only shapes, types
+            and devices are checked.
         offset: added to each result.
         num_plans: calls of `plan` so far.
         runs: addresses of the keys of each call of `run` so far.
@@ -88,24 +89,34 @@ class _Wrapper:
         assert paged_kv_indices.device == self._device
         assert causal
         assert num_qo_heads % num_kv_heads == 0
-        starts, lasts = paged_kv_indptr.tolist(), paged_kv_last_page_len.tolist()
-        assert len(paged_kv_indices) == starts[-1]
-        self._query_starts = qo_indptr.tolist()
-        query_lens = [stop - start for start, stop in pairwise(self._query_starts)]
-        assert max_token_per_sequence == max(query_lens)
-        counts = [stop - start for start, stop in pairwise(starts)]
-        lens = [
-            (count - 1) * page_size + last if count else 0
-            for count, last in zip(counts, lasts, strict=True)
-        ]
-        assert lens == seq_lens.tolist()
-        assert all(length >= count for length, count in zip(lens, query_lens, strict=True))
-        self._pages, self._lens = paged_kv_indices.split(counts), lens
+        assert max_token_per_sequence is not None
+        self._page_size = page_size
+        if self._module.computes:
+            self._keep(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+            query_lens = [stop - start for start, stop in pairwise(self._query_starts)]
+            assert max_token_per_sequence == max(query_lens)
+            assert self._lens == seq_lens.tolist()
+            lens = zip(self._lens, query_lens, strict=True)
+            assert all(length >= query_len for length, query_len in lens)
         self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self._types = q_data_type, kv_data_type or q_data_type
         self._rule = sm_scale, window_left, logits_soft_cap
         self._is_planned = True
         self._module.num_plans += 1
+
+    def _keep(
+        self,
+        query_starts: torch.Tensor,
+        page_starts: torch.Tensor,
+        pages: torch.Tensor,
+        last_lens: torch.Tensor,
+    ) -> None:
+        """Keeps each sequence's tokens, pages and length."""
+        self._query_starts = query_starts.tolist()
+        counts = [stop - start for start, stop in pairwise(page_starts.tolist())]
+        self._pages = pages.split(counts)
+        lasts = zip(counts, last_lens.tolist(), strict=True)
+        self._lens = [(n - 1) * self._page_size + last if n else 0 for n, last in lasts]
 
     def run(
         self,
@@ -119,7 +130,8 @@ class _Wrapper:
         assert self._is_planned
         assert isinstance(paged_kv_cache, tuple)
         assert (q.dtype, keys.dtype) == self._types == (q.dtype, values.dtype)
-        assert q.shape == (self._query_starts[-1], num_heads, head_dim)
+        assert q.shape[1:] == (num_heads, head_dim)
+        assert not self._module.computes or len(q) == self._query_starts[-1]
         assert keys.shape[1:] == values.shape[1:] == (num_kv_heads, page_size, head_dim)
         assert keys.stride() == values.stride()
         assert keys.stride(3) == q.stride(2) == 1

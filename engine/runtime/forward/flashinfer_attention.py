@@ -189,11 +189,8 @@ class FlashInferAttention:
         self._copied = fetch(self._device, ())
 
     def _new_wrapper(self, rule: _Rule) -> Any:
-        processors = 1
-        if self._device.type == "cuda":
-            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         group_size = rule.num_heads // rule.num_kv_heads
-        num_bytes = workspace_bytes(group_size, rule.head_dim, processors)
+        num_bytes = workspace_bytes(group_size, rule.head_dim, _num_processors(self._device))
         if num_bytes not in self._workspaces:
             workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._workspaces[num_bytes] = workspace
@@ -219,6 +216,13 @@ def workspace_bytes(group_size: int, head_dim: int, num_processors: int) -> int:
     """
     rows = _BLOCKS_PER_PROCESSOR * num_processors * group_size * _MAX_TILE_ROWS
     return max(_MIN_WORKSPACE_BYTES, rows * (head_dim + 1) * torch.float32.itemsize)
+
+
+def _num_processors(device: torch.device) -> int:
+    """Returns the number of streaming multiprocessors."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check(query: torch.Tensor, *, has_sinks: bool, is_latent: bool) -> None:
