@@ -172,7 +172,9 @@ class TestFirstAttention:
             check_flashinfer(CPU, torch.bfloat16, 8, 2, 64)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2_alternating", pytest.param("llama", marks=pytest.mark.slow)]
+)
 def test_engines_have_the_tokens_of_transformers(variant, package, monkeypatch):
     """In float32, which the real kernels do not compute."""
     monkeypatch.setattr(flashinfer_attention, "_TYPES", (torch.float32,))

@@ -2,6 +2,8 @@
 that measures it, graphs, and partial results of divided contexts.
 """
 
+import json
+import shutil
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +17,6 @@ from engine.config import EngineConfig
 from engine.runtime.launch.trial_steps import TrialSteps
 from engine.runtime.steps import device_steps
 from engine.runtime.steps.sent_steps import SentStep
-from engine.runtime.steps.step_shapes import StepShape
 from kvstore.layout import KvLayout
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.strict_device import StrictDevice
@@ -23,11 +24,21 @@ from tests.support.strict_device import StrictDevice
 _CPU = torch.device("cpu")
 _LAYOUT = KvLayout(1, 1, 1, 1, "float32")
 _MEMORY = 1 << 40
+_HIDDEN_SIZE, _INNER_SIZE, _HEAD_DIM, _VOCAB_SIZE = 4096, 14_336, 128, 128_256
+_SHAPE = {
+    "hidden_size": _HIDDEN_SIZE,
+    "intermediate_size": _INNER_SIZE,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": _HEAD_DIM,
+    "vocab_size": _VOCAB_SIZE,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 131_072,
+}
 _FLAGS = {
     "dtype": "bfloat16",
-    "max_model_len": 256,
-    "max_num_seqs": 9,
-    "max_num_batched_tokens": 96,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
     "block_size": 16,
 }
 
@@ -63,10 +74,75 @@ def test_the_measured_step_has_as_many_tokens_and_logits_as_any(
     assert shape.num_logit_rows <= max_tokens
 
 
+def _bytes_of_layers(num_tokens):
+    """Three rows of hidden states, gate, up and their product in bfloat16, and a float32 angle's
+    cosine and sine for each pair of elements of a head.
+    """
+    return num_tokens * (2 * 3 * _HIDDEN_SIZE + 2 * 3 * _INNER_SIZE + 4 * _HEAD_DIM)
+
+
+def _bytes_of_logits(num_rows):
+    """Logits in float32, and the hidden states and angles that they are computed of."""
+    return num_rows * (4 * _VOCAB_SIZE + 2 * _HIDDEN_SIZE + 4 * _HEAD_DIM)
+
+
+def _bytes_of_attention(num_tokens):
+    """Queries with keys and values, hidden states before and after, and the partial results of
+    divided contexts: contexts are divided until the programs are twice as many as are wanted, at
+    most, and each has up to 64 rows of float32 numbers and a sum.
+    """
+    of_tokens = num_tokens * (4 * 2 * _HIDDEN_SIZE + 4 * _HEAD_DIM)
+    return of_tokens + 2 * 132 * 3 * 64 * 4 * (_HEAD_DIM + 1)
+
+
 @contextmanager
-def _device(num_bytes=_MEMORY):
-    """Yields the stand-in. Graphs share a pool that grows to the most that one of them needs."""
+def _captured(path, **flags):
+    """Yields all shapes with the bytes of their graphs, and the bytes that the engine expects.
+
+    Graphs share a pool, which grows to the most that one of them needs.
+    """
     with StrictDevice().entered() as device:
-        free = lambda _: num_bytes - max(device.peaks, default=0)  # noqa: E731
+        free = lambda _: _MEMORY - max(device.peaks, default=0)  # noqa: E731
         with mock.patch.object(device_steps, "_free_bytes", free):
-            yield device
+            steps = device.steps(path, **_FLAGS, **flags)
+            expected = steps.graph_bytes()
+            device.peaks.clear()
+            shapes = steps._graphs.largest_first()
+            for shape in shapes:
+                steps._bytes_of_graph(shape)
+            yield list(zip(shapes, device.peaks, strict=True)), expected
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A layer of the shape of Llama-3.1-8B, of which no memory is allocated."""
+    folder = tmp_path_factory.mktemp("shape") / "model"
+    shutil.copytree(tiny_checkpoint("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | _SHAPE))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "max_model_len"),
+    [
+        (4, 512),
+        pytest.param(0, 512, marks=pytest.mark.slow),
+        pytest.param(0, 131_072, marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_need_the_memory_of_the_formula(num_drafts, max_model_len, path):
+    drafting = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None
+    flags = {"speculative_config": drafting, "max_model_len": max_model_len}
+    with _captured(path, **flags) as (graphs, expected):
+        num_logits = max(shape.num_logit_rows for shape, _ in graphs)
+        assert num_logits == _FLAGS["max_num_seqs"] * (1 + num_drafts)
+        for shape, num_bytes in graphs:
+            assert num_bytes <= max(
+                _bytes_of_layers(shape.num_tokens),
+                _bytes_of_logits(shape.num_logit_rows),
+                _bytes_of_attention(shape.num_tokens),
+            )
+        largest = max(num_bytes for _, num_bytes in graphs)
+        assert expected == largest
+        assert largest >= _bytes_of_layers(max(shape.num_tokens for shape, _ in graphs)) / 2

@@ -114,7 +114,7 @@ def test_steps_of_a_family_are_graphs_and_compile_nothing(variant):
             assert counts.replays == is_graph, number
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_steps_of_a_stage_are_graphs_and_compile_nothing(stage):
     """Hidden states come to the second stage, and tokens to the first, from the host."""
     ranks = _Stage(stage)
