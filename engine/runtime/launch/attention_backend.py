@@ -4,6 +4,7 @@ import logging
 import math
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 
 import numpy as np
 import torch
@@ -139,9 +140,9 @@ def _trial_step(
     shape = sum(counts), 2, 2, num_kv_heads, _BLOCK_SIZE, head_dim
     pool = torch.randn(shape, generator=generator).to(dtype)
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    ids = torch.arange(sum(counts) - 1, -1, -1, dtype=torch.int32)
-    for table, blocks in zip(tables, ids.split(counts), strict=True):
-        table[: len(blocks)] = blocks
+    ids = reversed(range(sum(counts)))
+    for table, count in zip(tables, counts, strict=True):
+        table[:count] = torch.tensor(list(islice(ids, count)))
     num_tokens = sum(_QUERY_LENS)
     query = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
     meta = AttentionMetadata(
