@@ -11,7 +11,7 @@ from tests.support.attention_cases import make_case
 from tests.support.devices import DEVICE, IS_CUDA
 from tests.support.fake_flashinfer import FakeFlashInfer
 
-_SPANS = ((0, 21), (30, 5), (16, 1), (0, 1), (100, 40))
+_SPANS = ((0, 21), (27, 5), (16, 1), (0, 1), (100, 40))
 _BLOCK_SIZE = 16
 
 
