@@ -123,14 +123,8 @@ def path(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("num_drafts", "max_model_len"),
-    [
-        (4, 512),
-        pytest.param(0, 512, marks=pytest.mark.slow),
-        pytest.param(0, 131_072, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_drafts", "max_model_len"), [(0, 512), (0, 131_072), (4, 512)])
 def test_graphs_need_the_memory_of_the_formula(num_drafts, max_model_len, path):
     drafting = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None
     flags = {"speculative_config": drafting, "max_model_len": max_model_len}
