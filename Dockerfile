@@ -62,3 +62,12 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
     CMD ["baton", "health", "127.0.0.1:50051"]
 ENTRYPOINT ["baton"]
 CMD ["--help"]
+# docs/release.md has the arguments of a build. Labels come last, as they change with each commit.
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.title="Baton" \
+    org.opencontainers.image.description="Serves large language models with prefill and decode split into two tiers" \
+    org.opencontainers.image.licenses="Apache-2.0 AND BSD-2-Clause" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.base.name="python:3.11-slim"

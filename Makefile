@@ -8,16 +8,19 @@
 #                         downloads gigabytes of CUDA packages. Without a GPU, use
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS="..."            additional arguments of baton serve (run, up, chat), pytest (test, test-slow)
-#                         or baton bench (bench, bench-record), or of scripts/gpu_first.py
+#                         or baton bench (bench, bench-record), or of scripts/gpu_first.py and
+#                         scripts/build_release.py (dist)
 #   OUT=folder            gets the results of gpu-first (default: benchmarks/results/gpu)
 
 VENV := .venv
 INTEGRATIONS := .venv-integrations
 BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
+# A link or an anchor that leads nowhere is an error.
+BUILD_SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up chat test test-slow gpu-first lint type proto docs bench bench-record check clean
+.PHONY: help run up chat test test-slow gpu-first lint type proto docs site bench bench-record check dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +53,7 @@ lint: $(VENV)/.dev ## check style, layers, protos, generated files and Dockerfil
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python -m scripts.generate_configuration --check
 	$(BIN)/hadolint Dockerfile scripts/containers/redis/Dockerfile
+	$(BUILD_SITE)
 
 type: $(VENV)/.dev ## check types
 	$(BIN)/mypy
@@ -60,6 +64,9 @@ proto: $(VENV)/.dev ## generate baton/v1 from protos/
 docs: $(VENV)/.dev ## generate docs/configuration.md from the commands' flags
 	$(BIN)/python -m scripts.generate_configuration
 
+site: $(VENV)/.dev ## build the documentation's site in build/site
+	$(BUILD_SITE)
+
 bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:50051", ARGS=--help
 	$(BIN)/baton bench $(ARGS)
 
@@ -67,6 +74,9 @@ bench-record: $(VENV)/.bench $(VENV)/.native $(VENV)/.smollm2 ## measure again w
 	$(BIN)/baton bench record $(ARGS)
 
 check: lint type test test-slow ## lint, type and test
+
+dist: $(VENV)/.dev $(VENV)/.native ## build a release of the commit into dist/; see docs/release.md
+	$(BIN)/python -m scripts.build_release $(ARGS)
 
 clean: ## remove .venv and all generated files that git ignores
 	rm -rf $(VENV) $(INTEGRATIONS) kernels/native/lib kvstore/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

@@ -1,10 +1,13 @@
 """The part of the build that hatchling cannot know: compiles the CPU kernels, and puts the protos
 beside the stubs that are generated from them, where compilers for other languages find them by
-`-I SITE_PACKAGES baton/v1/generation.proto`.
+`-I SITE_PACKAGES baton/v1/generation.proto`; and the line by which Python finds Baton's packages
+besides `baton` (see `baton.common.own_packages`).
 
 Runs at `pip install .`, `pip install -e .` and `pip wheel .`. The libraries go into
 the wheel; an editable install finds them in the source tree. Without a compiler the
-wheel is pure and the kernels fall back to torch: slower, and `baton doctor` says so.
+wheel is pure and the kernels fall back to torch: slower, and `baton doctor` says so. With one, the
+wheel is for any Python 3, as ctypes loads the libraries, and for the systems that have the symbols
+which they need (`kernels.library.platform_tag`).
 """
 
 import importlib
@@ -14,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_PATH_LINE = "baton_llm.pth"
+_ANY = "py3-none-"
 
 
 class NativeKernelsHook(BuildHookInterface):
@@ -27,7 +33,7 @@ class NativeKernelsHook(BuildHookInterface):
             build_data: hatchling's; tells it what else the wheel holds, and its tag.
         """
         root = Path(self.root)
-        build, variants = _import_build_modules(root)
+        build, variants, platform_tag = _import_build_modules(root)
         compiler, built, records = build.find_compiler(), [], []
         for libraries in variants.library_sets(root):
             outcomes = build.build(
@@ -45,14 +51,15 @@ class NativeKernelsHook(BuildHookInterface):
             records += [variants.record_path(name, folder) for name in names]
         if version == "editable":
             return
-        for path in (*built, *records):
+        for path in (*built, *records, root / _PATH_LINE):
             build_data["force_include"][str(path)] = path.relative_to(root).as_posix()
         protos = root / "protos"
         for path in protos.rglob("*.proto"):
             build_data["force_include"][str(path)] = path.relative_to(protos).as_posix()
         if built:
             build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+            platform = platform_tag.platform_tag(built)
+            build_data |= {"infer_tag": True} if platform is None else {"tag": _ANY + platform}
 
     def _warn(self, name: str, consequence: str) -> None:
         self.app.display_warning(
@@ -70,14 +77,12 @@ class NativeKernelsHook(BuildHookInterface):
             self.app.display_info(line)
 
 
-def _import_build_modules(root: Path) -> tuple[Any, Any]:
-    """`kernels.library.build` and `.variants`, from that folder, which is looked at first."""
+def _import_build_modules(root: Path) -> list[Any]:
+    """Three modules of `kernels.library`, from that folder, which is looked at first."""
     folder = str(root / "kernels")
     sys.path.insert(0, folder)
     try:
-        return (
-            importlib.import_module("library.build"),
-            importlib.import_module("library.variants"),
-        )
+        names = ("build", "variants", "platform_tag")
+        return [importlib.import_module(f"library.{name}") for name in names]
     finally:
         sys.path.remove(folder)

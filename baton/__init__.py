@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from baton.common.errors import BatonError
+from baton.common.own_packages import add_to_path, check_names
 from baton.common.request.prompts import TextPrompt, TokensPrompt
 from baton.common.request.results import CompletionOutput, RequestOutput
 from baton.common.request.sampling_params import RequestOutputKind, SamplingParams
@@ -42,6 +43,8 @@ __all__ = [
     "__version__",
 ]
 
+add_to_path()
+
 _LAZY_MODULES = {
     "LLM": "baton.offline.llm",
     "AsyncLLM": "baton.offline.async_llm",
@@ -56,4 +59,5 @@ def __getattr__(name: str) -> Any:
     """Imports a public name with heavy dependencies on its first use (PEP 562)."""
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module 'baton' has no attribute {name!r}")
+    check_names()
     return getattr(import_module(_LAZY_MODULES[name]), name)

@@ -23,6 +23,8 @@ _Check = Callable[[], Iterable[Finding]]
 
 _CHECKS: tuple[_Check, ...] = (
     software.check_versions,
+    software.check_requirements,
+    software.check_names,
     software.check_torch,
     gpus.check_gpus,
     machine.check_cpu,

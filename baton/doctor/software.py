@@ -1,15 +1,30 @@
-"""Checks of versions, torch and the optional packages."""
+"""Checks of versions, torch, and the packages that Baton needs or can use."""
 
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import baton
+from baton.common.own_packages import PACKAGES, folder_of_packages
 from baton.doctor import Finding, Level
 
-__all__ = ["check_extras", "check_torch", "check_versions", "has_torch"]
+__all__ = [
+    "check_extras",
+    "check_names",
+    "check_requirements",
+    "check_torch",
+    "check_versions",
+    "has_torch",
+]
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_DISTRIBUTION = "baton-llm"
 _INSTALL_TORCH = "pip install torch"
 
 
@@ -33,6 +48,9 @@ class _Extra:
 _EXTRAS = (
     _Extra("triton", "gpu", "kernels on NVIDIA GPUs", needs_gpu=True),
     _Extra("matplotlib", "bench", "plots of `baton bench`"),
+    _Extra("nixl-cu12", "nixl", "the connector nixl://"),
+    _Extra("opentelemetry-sdk", "tracing", "traces"),
+    _Extra("ray", "ray", "ranks and servers on a Ray cluster"),
 )
 
 
@@ -70,6 +88,59 @@ def check_torch() -> Iterator[Finding]:
     else:
         text = f"{torch.__version__}, without CUDA"
     yield Finding("torch", Level.OK, text, facts)
+
+
+def check_requirements() -> Iterator[Finding]:
+    """Reports packages that Baton needs and that are missing, or have another version."""
+    from packaging.requirements import Requirement  # here, as it may be what is missing
+
+    try:
+        lines = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        text = "not checked: Baton runs from a folder, and is not installed"
+        yield Finding("requirements", Level.NOTE, text)
+        return
+    needed = [each for each in map(Requirement, lines) if _is_needed(each)]
+    missing = [each for each in needed if not _is_satisfied(each)]
+    if not missing:
+        yield Finding("requirements", Level.OK, f"all {len(needed)} packages are installed")
+    for each in missing:
+        version = _installed_version(each.name)
+        state = "not installed" if version is None else f"{version} is installed"
+        wanted = f"{each.name}{each.specifier}"
+        facts = {"package": each.name, "needed": str(each.specifier), "version": version}
+        text = f"{wanted} is needed, {state}: pip install '{wanted}'"
+        yield Finding("requirements", Level.PROBLEM, text, facts)
+
+
+def _is_needed(requirement: "Requirement") -> bool:
+    """Whether a requirement is for this system, and not for an extra alone."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def _is_satisfied(requirement: "Requirement") -> bool:
+    version = _installed_version(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def check_names() -> Iterator[Finding]:
+    """Reports other packages with the names of Baton's, such as Hugging Face's `kernels`."""
+    own = folder_of_packages()
+    folders = {Path(entry).resolve() for entry in sys.path} - {own.resolve()}
+    others = [
+        str(folder / name)
+        for folder in folders
+        for name in PACKAGES
+        if (folder / name / "__init__.py").is_file()
+    ]
+    if others:
+        text = (
+            f"{', '.join(sorted(others))}: packages with names of Baton's. Baton's processes use "
+            f"their own, in {own}; a process of yours can have one of both"
+        )
+        yield Finding("package names", Level.NOTE, text, {"others": sorted(others)})
+    else:
+        yield Finding("package names", Level.OK, f"no other package has a name of those in {own}")
 
 
 def check_extras() -> Iterator[Finding]:

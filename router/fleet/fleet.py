@@ -329,7 +329,9 @@ class Fleet:
 def _check_agreement(replica: Replica, others: Sequence[Replica]) -> None:
     """Refuses a replica that differs from the others, which agree with each other."""
     if others:
-        model = ServedModel.from_info(others[0].info)
-        differences = model.differences(ServedModel.from_info(replica.info))
+        info, other = replica.info, others[0].info
+        differences = ServedModel.from_info(other).differences(ServedModel.from_info(info))
+        if differences and info.version != other.version:
+            differences += f"; it is Baton {info.version}, the cluster's is {other.version}"
         if differences:
             raise FailedPreconditionError(differences)

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from kernels.library.build import Status, build, find_compiler, main
 from kernels.library.cpu import cpu_features
+from kernels.library.platform_tag import read_needs
 from kernels.library.variants import (
     library_path,
     library_sets,
@@ -24,6 +26,7 @@ from kernels.library.variants import (
 )
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = "baton/_packages"
 SOURCE = '#include <cstdint>\nextern "C" std::int64_t answer() { return %d; }\n'
 # The header defines the answer; `level` shows which instructions the variant may use.
 PROGRAM = """\
@@ -93,6 +96,36 @@ def test_each_variant_is_a_library_of_its_own_instruction_set(project):
     leftovers = {path.name for path in project.libraries.iterdir() if path.is_file()}
     expected = {library_path(name, project.libraries).name for name in NAMES}
     assert leftovers == expected | {record_path(name).name for name in NAMES}
+
+
+def test_a_library_has_the_same_bytes_in_any_folder(tmp_path):
+    libraries = []
+    for name in ("one", "another"):
+        (tmp_path / name).mkdir()
+        project = Project(tmp_path / name)
+        project.build(variants=SLOWEST)
+        libraries.append(library_path(SLOWEST[0].name, project.libraries).read_bytes())
+    assert libraries[0] == libraries[1]
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF libraries")
+def test_what_a_library_needs_is_what_objdump_says(project):
+    (project.sources / "more.cpp").write_text(
+        "#include <cmath>\n#include <string>\n#include <thread>\n"
+        'extern "C" double more(double x) {\n'
+        "  std::thread([&] { x = std::exp(x); }).join();\n"
+        "  return std::to_string(x).size();\n}\n"
+    )
+    project.build(variants=SLOWEST)
+    library = library_path(SLOWEST[0].name, project.libraries)
+    listed = subprocess.check_output(["objdump", "-p", library], text=True)
+    needs = read_needs(library)
+    assert needs.architecture == platform.machine()
+    assert needs.libraries == {*re.findall(r"^ +NEEDED +(\S+)$", listed, re.MULTILINE)}
+    references = listed.partition("Version References:")[2]
+    assert needs.symbols == {*re.findall(r"0x\w+ 0x\w+ \d+ (\S+)$", references, re.MULTILINE)}
+    assert {symbol.split("_")[0] for symbol in needs.symbols} >= {"GLIBC", "GLIBCXX"}
 
 
 def test_only_stale_libraries_are_built_again(project):
@@ -204,7 +237,7 @@ def checkout(tmp_path):
     shutil.rmtree(native / "src")
     (native / "src").mkdir()
     (native / "src" / "answer.cpp").write_text(SOURCE % 42)
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "baton_llm.pth", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "licenses", folder / "licenses")
     shutil.copytree(ROOT / "protos", folder / "protos")
@@ -234,7 +267,8 @@ def build_wheel(checkout, environment=None):
 def native_files(wheel, package="kernels"):
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist()]
-    return {name.name for name in names if name.parent.as_posix() == f"{package}/native/lib"}
+    folder = f"{PACKAGES}/{package}/native/lib"
+    return {name.name for name in names if name.parent.as_posix() == folder}
 
 
 def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
@@ -244,13 +278,16 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
     (keys,) = library_sets()[-1].variants
     expected = {library_path(keys.name).name, record_path(keys.name).name}
     assert native_files(wheel, "kvstore") == expected
+    # For any Python 3, since ctypes loads the libraries.
+    assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".o")]
-        assert "kernels/native/src/answer.cpp" in archive.namelist()
+        assert f"{PACKAGES}/kernels/native/src/answer.cpp" in archive.namelist()
         # Data files of the package are included.
-        assert "kernels/triton/launch_tables/default.json" in archive.namelist()
-        assert "router/http/page/files/index.html" in archive.namelist()
+        assert f"{PACKAGES}/kernels/triton/launch_tables/default.json" in archive.namelist()
+        assert f"{PACKAGES}/router/http/page/files/index.html" in archive.namelist()
+        assert archive.read("baton_llm.pth").decode().split() == [PACKAGES]
         (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         metadata = archive.read(f"{info}/METADATA").decode()
         assert "License-Expression: Apache-2.0 AND BSD-2-Clause\n" in metadata
@@ -266,7 +303,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_the_log_says_why(checkout, tmp
     assert "no C++20 compiler was found" in log
     assert "Install a C++20 compiler" in log
     with zipfile.ZipFile(wheel) as archive:
-        record = json.loads(archive.read(f"kernels/native/lib/{NAMES[0]}.json"))
+        record = json.loads(archive.read(f"{PACKAGES}/kernels/native/lib/{NAMES[0]}.json"))
     assert "no C++20 compiler was found" in record["problem"]
 
 

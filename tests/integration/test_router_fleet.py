@@ -78,7 +78,7 @@ def router_log(caplog):
         {"model": "another"},
         {"kv_dtype": "float16", "namespace": b"another"},
         {"model_fingerprint": "fedcba9876543210", "namespace": b"another"},
-        {"layout_version": 2, "namespace": b"another"},
+        {"layout_version": 2, "namespace": b"another", "version": "0.0.9"},
     ],
     ids=lambda difference: next(iter(difference)),
 )
@@ -101,6 +101,18 @@ async def test_a_replica_that_differs_is_refused_with_an_error_log_and_never_use
     assert f"{field} " in named
     if field != "namespace":  # a digest does not help an operator
         assert "namespace" not in named
+    assert ("it is Baton 0.0.9, the cluster's is test" in named) == ("version" in difference)
+
+
+async def test_a_worker_of_another_version_with_the_same_formats_serves():
+    decode, older = FakeDecode(SCRIPT), FakePrefill(SCRIPT, version="0.0.9")
+    async with (
+        running_workers(decode, older),
+        running_router(decode, prefill=(older.address,)) as router,
+    ):
+        await router.until_connected(older)
+        await router.generate(request(max_tokens=3))
+    assert older.requests
 
 
 async def test_a_replica_serves_in_the_tier_of_its_role():

@@ -77,11 +77,17 @@ class DeviceForward:
         counts = [s.num_logit_rows if is_last else s.num_tokens for s in shapes]
         self.max_result_rows = max(counts, default=0)
 
-    def run(self, shape: StepShape, on_host: HostSequences | None = None) -> torch.Tensor:
+    def run(
+        self,
+        shape: StepShape,
+        out: torch.Tensor | None = None,
+        on_host: HostSequences | None = None,
+    ) -> torch.Tensor:
         """Runs the pass of the sequences in `upload`.
 
         Args:
-            shape: its sizes.
+            shape: the pass's shape.
+            out: memory of at least as many rows as the result, which becomes its first rows.
             on_host: the same sequences, for a pass that is planned; None for others.
 
         Returns:
@@ -90,7 +96,10 @@ class DeviceForward:
         """
         sent = self._sent(shape)
         states = self._states(shape, sent, on_host, computes_all=False)
-        return self._logits(states) if self._model.model.part.is_last else states
+        out = None if out is None else out[: len(states)]
+        if self._model.model.part.is_last:
+            return self._logits(states, out)
+        return states if out is None else out.copy_(states)
 
     def run_with_hidden(
         self, shape: StepShape, on_host: HostSequences | None = None
@@ -183,8 +192,8 @@ class DeviceForward:
         final_rows = rows if computes_all else count
         return KeptStates(kept.layers, kept.memory[:, :num_rows], rows, final_rows)
 
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.model.logits(states)
+    def _logits(self, states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self._model.model.logits(states, out)
         if len(logits):
             scores = self.scores(logits)
             kernels.row_maxima(logits, (scores.maxima, scores.likeliest))

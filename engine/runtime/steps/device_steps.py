@@ -47,10 +47,9 @@ _WARM_UP_DRAWS = (
     DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0),
 )
 
-_logger = logging.getLogger("baton.engine")
-
-
 _NO_DRAWS = np.zeros((2, 0), np.int64)
+
+_logger = logging.getLogger("baton.engine")
 
 
 class DeviceSteps(Steps):
@@ -246,9 +245,8 @@ class DeviceSteps(Steps):
         return max(0, free_before - _free_bytes(device))
 
     def _run_in_place(self, shape: StepShape) -> torch.Tensor:
-        """Runs `DeviceForward.run` and copies its result to the memory that all graphs share."""
-        result = self._forward.run(shape)
-        return self._results[: len(result)].copy_(result)
+        """Runs `DeviceForward.run`; its result is in the memory that all graphs share."""
+        return self._forward.run(shape, self._results)
 
     def _begin(self, batch: ScheduledBatch, draws: ChunkDraws | None = None) -> BegunStep:
         """Sends a step to the device, and advances the rows past it.
@@ -310,7 +308,7 @@ class DeviceSteps(Steps):
     def _run(self, step: BegunStep) -> torch.Tensor:
         if step.is_captured:
             return self._graphs.run(step.shape)
-        return self._forward.run(step.shape, step.on_host)
+        return self._forward.run(step.shape, on_host=step.on_host)
 
     def _receive_hidden(self, num_tokens: int) -> None:
         """Waits for the hidden states of the stage before, and copies them to the device; does

@@ -278,16 +278,59 @@ def test_no_shared_memory_is_a_note(monkeypatch, tmp_path):
     assert "temporary folder" in finding.text
 
 
-@pytest.mark.parametrize(("has_gpu", "levels"), [(False, ["ok", "note"]), (True, ["note", "note"])])
-def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, levels):
+@pytest.mark.parametrize(("has_gpu", "first"), [(False, "ok"), (True, "note")])
+def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, first):
     def version(distribution):
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(software.metadata, "version", version)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     findings = list(software.check_extras())
-    assert [finding.level for finding in findings] == levels
+    assert [finding.level for finding in findings] == [first, *["note"] * 4]
     assert 'pip install "baton-llm[bench]"' in findings[1].text
+
+
+def test_what_is_needed_is_installed_here():
+    (finding,) = software.check_requirements()
+    assert finding.level is Level.OK, finding.text
+
+
+def test_needed_packages_that_are_missing_or_too_old_are_problems(monkeypatch):
+    lines = [
+        "absent>=2",
+        "old<3,>=2",
+        "fine",
+        'plots>=1; extra == "bench"',
+        "other; os_name == '?'",
+    ]
+    installed = {"old": "1.9", "fine": "0.1.dev1"}
+    monkeypatch.setattr(software.metadata, "requires", lambda name: lines)
+    monkeypatch.setattr(software, "_installed_version", installed.get)
+    absent, old = software.check_requirements()
+    assert {absent.level, old.level} == {Level.PROBLEM}
+    assert absent.text == "absent>=2 is needed, not installed: pip install 'absent>=2'"
+    assert old.text.startswith("old<3,>=2 is needed, 1.9 is installed: ")
+
+
+def test_a_folder_that_is_not_installed_has_no_list_of_what_it_needs(monkeypatch):
+    def requires(distribution):
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(software.metadata, "requires", requires)
+    (finding,) = software.check_requirements()
+    assert finding.level is Level.NOTE
+
+
+def test_another_package_of_the_same_name_is_a_note(monkeypatch, tmp_path):
+    (finding,) = software.check_names()
+    assert finding.level is Level.OK
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    (tmp_path / "worker").mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (finding,) = software.check_names()
+    assert finding.level is Level.NOTE
+    assert finding.facts["others"] == [str(tmp_path / "kernels")]
 
 
 def test_every_suggested_extra_exists():
