@@ -89,8 +89,7 @@ class EngineConfig:
         "auto",
         "how quantized weights are computed: exact, as if they were stored in --dtype; fast, with "
         "inputs rounded to eight bits (on a GPU of FP8 alone); auto, fast in bfloat16 and exact in "
-        "other types; "
-        "prefill and decode need the same",
+        "other types; prefill and decode need the same",
         choices=("auto", *QUANTIZED_COMPUTE),
     )
     kv_cache_dtype: str = flag(
@@ -206,6 +205,12 @@ class EngineConfig:
         None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = flag(False, "run steps without CUDA graphs")
+    attention_backend: str = flag(
+        "auto",
+        "what computes attention on a GPU in steps that are no CUDA graphs: triton (auto), or for "
+        "prompts flashinfer (needs the extra flashinfer; it never ran)",
+        choices=("auto", "triton", "flashinfer"),
+    )
     speculative_config: SpeculativeConfig | None = flag(
         None,
         "draft tokens and check several in one step, as a JSON object: method (ngram, suffix, "

@@ -10,6 +10,7 @@ import torch
 from kernels.layer_kinds import NormKind
 
 __all__ = [
+    "Attend",
     "AttentionMetadata",
     "DeltaGates",
     "LayerKv",
@@ -19,6 +20,10 @@ __all__ = [
     "QkNorms",
     "Rotation",
 ]
+
+
+Attend = Callable[..., torch.Tensor]
+"""Computes attention; has the arguments of `kernels.paged_attention`."""
 
 
 # Compared by identity: kernels cache what they derive from an instance for as long as it lives.
@@ -41,6 +46,7 @@ class AttentionMetadata:
         max_context_len: longest context of the step.
         num_unkept: `[num_seqs]` int32; tokens at the end of each sequence that are only proposed,
             so that no state after them is stored (see `LayerState`). None for 0.
+        attend: what computes the attention of this step; None for `kernels.paged_attention`.
     """
 
     block_tables: torch.Tensor
@@ -50,6 +56,7 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     num_unkept: torch.Tensor | None = None
+    attend: Attend | None = None
 
 
 @dataclass(frozen=True, slots=True)

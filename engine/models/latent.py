@@ -157,7 +157,8 @@ class LatentAttention(nn.Module):
         if not len(query):
             shape = 0, self._num_heads, self._latent.value_dim
             return torch.empty(shape, dtype=query.dtype, device=query.device)
-        attended = kernels.paged_attention(
+        attend = kv.attended.attend or kernels.paged_attention
+        attended = attend(
             self.k_b_proj(query),
             kv.cache,
             kv.attended,

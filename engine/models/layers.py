@@ -367,7 +367,8 @@ def cached_attention(
     )
     query = select_rows(query, kv)
     if len(query):
-        query = kernels.paged_attention(
+        attend = kv.attended.attend or kernels.paged_attention
+        query = attend(
             query,
             kv.cache,
             kv.attended,

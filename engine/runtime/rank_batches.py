@@ -34,6 +34,7 @@ __all__ = [
 _SAME_FLAGS = (
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"),
     *("enforce_eager", "speculative_config", "quantization", "quantized_compute"),
+    "attention_backend",
 )
 _DRAW = DrawParams(SamplingParams(temperature=0.0), seed=0)
 

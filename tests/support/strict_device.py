@@ -27,6 +27,7 @@ from engine.runtime.launch import launcher
 from engine.runtime.steps import device_steps
 from engine.runtime.steps.device_steps import DeviceSteps
 from engine.runtime.weights import loader
+from kernels import EngineRanks
 from kernels.recorded_step import RecordedStep
 from kernels.triton import attention, launch
 from tests.support.specializations import Version, kernel_version
@@ -194,6 +195,7 @@ class StrictDevice(TorchDispatchMode):
             mock.patch.object(launcher, "check_launch"),
             mock.patch.object(launcher, "used_bytes", return_value=0),
             mock.patch.object(launcher, "check_kv_cache_dtype", return_value=None),
+            mock.patch.object(launcher, "check_same_engine"),
             mock.patch.object(device_steps, "CudaGraphRecorder", return_value=self.record),
             mock.patch.object(device_steps, "_free_bytes", return_value=0),
             mock.patch.object(loader, "draw_weights", return_value=None),
@@ -212,10 +214,10 @@ class StrictDevice(TorchDispatchMode):
             stack.enter_context(_WithoutGuards())
             yield self
 
-    def steps(self, path: Path, **flags: object) -> DeviceSteps:
+    def steps(self, path: Path, ranks: EngineRanks | None = None, **flags: object) -> DeviceSteps:
         """Returns the steps of a checkpoint's model with dummy weights, over a dummy pool."""
         config = EngineConfig(model=str(path), device="cuda", load_format="dummy", **flags)
-        return self._steps_of(launcher.Launcher(config, progress=False, ranks=None))
+        return self._steps_of(launcher.Launcher(config, progress=False, ranks=ranks))
 
     @staticmethod
     def _steps_of(launched: launcher.Launcher) -> DeviceSteps:

@@ -17,6 +17,7 @@ VARIABLE_NAMES = frozenset(
         "BATON_API_KEY",
         "BATON_ARRIVAL",
         "BATON_ASYNC_SCHEDULING",
+        "BATON_ATTENTION_BACKEND",
         "BATON_BAD_WORD",
         "BATON_BATCH_FOLDER",
         "BATON_BATCH_SIZE",

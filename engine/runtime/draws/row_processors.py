@@ -76,7 +76,7 @@ class RowProcessors:
         likeliest = likeliest.where(is_valid, PROCESSOR_FAILED).where(
             model_likeliest >= 0, model_likeliest
         )
-        _put_back(scores.logits, places, logits)
+        _put_back(scores.logits, indices, logits)
         scores.maxima.index_copy_(0, places, maxima)
         scores.likeliest.index_copy_(0, places, likeliest)
 
@@ -151,19 +151,23 @@ def _apply_one(
     except Exception:
         _logger.exception("logits processor %s failed", type(processor).__qualname__)
         return False
-    _put_back(logits, to_device(indices, logits.device), changed)
+    _put_back(logits, indices, changed)
     return True
 
 
+def _has_gaps(indices: np.ndarray) -> bool:
+    """Returns whether ascending indices leave some out between the first and the last."""
+    return int(indices[-1]) + 1 - int(indices[0]) != len(indices)
+
+
 def _select_rows(logits: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
-    """Returns some rows: the same memory if the ascending indices have no gap, else a copy."""
-    first, end = int(indices[0]), int(indices[-1]) + 1
-    if end - first == len(indices):
-        return logits[first:end]
-    return logits.index_select(0, to_device(indices, logits.device))
+    """Returns some rows: the same memory if the ascending indices have no gaps, else a copy."""
+    if _has_gaps(indices):
+        return logits.index_select(0, to_device(indices, logits.device))
+    return logits[int(indices[0]) : int(indices[-1]) + 1]
 
 
-def _put_back(logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+def _put_back(logits: torch.Tensor, indices: np.ndarray, rows: torch.Tensor) -> None:
     """Writes rows that `_select_rows` returned into `logits`, unless they share its memory."""
-    if rows.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
-        logits.index_copy_(0, indices, rows)
+    if _has_gaps(indices):
+        logits.index_copy_(0, to_device(indices, logits.device), rows)

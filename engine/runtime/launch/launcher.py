@@ -22,6 +22,7 @@ from engine.runtime.draws.logits_processors import (
     make_processors,
 )
 from engine.runtime.kv_pool import check_kv_cache_dtype, decide_layout, share_of
+from engine.runtime.launch.attention_backend import check_flashinfer, uses_flashinfer
 from engine.runtime.launch.compile_ahead import compile_ahead, draw_once
 from engine.runtime.launch.pools import Pools
 from engine.runtime.launch.trial_steps import TrialSteps
@@ -123,6 +124,7 @@ class Launcher:
         self._is_on_cpu = self._device.type == "cpu"
         if not self._is_on_cpu:
             check_launch(self._device)  # before minutes of loading
+        self._uses_flashinfer = uses_flashinfer(config, self._device)
         self._steps_type = _steps_type_of(part, self._device)
         if self._is_on_cpu:
             start_threads(config, self._num_local)
@@ -145,6 +147,11 @@ class Launcher:
         )
         model = self._loaded.model.config
         layer_groups = layer_groups_of(model)
+        if self._uses_flashinfer:
+            dtype, loaded = getattr(torch, self._loaded.dtype), self._loaded
+            check_flashinfer(
+                self._device, dtype, model.num_heads, loaded.num_kv_heads, loaded.head_dim
+            )
         self._layer_slots = layer_groups.slots_of(part.stage, part.num_stages)
         self._info = _model_info(self._loaded, layer_groups, config)
         self._layout, self._states = self._info.layout, self._info.states
@@ -288,6 +295,7 @@ class Launcher:
                 max_drafts=config.max_drafts,
                 drafter=self._drafter,
                 states=states,
+                uses_flashinfer=self._uses_flashinfer,
             )
         )
 

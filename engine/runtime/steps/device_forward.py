@@ -11,7 +11,7 @@ per shape; a step of other sizes is padded to a captured shape.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ import kernels
 from engine.models.layers import KeptStates
 from engine.runtime.draws.device_rows import DeviceRows
 from engine.runtime.draws.sampler import Scores
+from engine.runtime.forward.flashinfer_attention import FlashInferAttention, HostSequences
 from engine.runtime.forward.upload import Upload
 from engine.runtime.steps.step_shapes import StepShape, smallest_fitting
 from engine.runtime.steps.steps import StepModel
@@ -46,6 +47,7 @@ class DeviceForward:
     Attributes:
         upload: where the step's numbers are sent; `SentStep.words` of the shape come first.
         max_result_rows: most rows of a result of `run` with one of `shapes`.
+        plans: whether passes may be planned on the host, and so attend by FlashInfer.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class DeviceForward:
         self._maxima = torch.zeros(num_logits, device=model.device)
         self._likeliest = torch.zeros(num_logits, dtype=torch.int64, device=model.device)
         self._kept = model.new_kept(num_logits)
+        self.plans = model.uses_flashinfer
+        self._planned = FlashInferAttention(model.block_size, model.device) if self.plans else None
         num_words = SentSequences.num_words(num_seqs, num_tokens)
         num_words += num_logits + SentSequences.num_words(num_logits, num_logits)
         num_words += _WORDS_PER_ROW * model.max_rows + _WORDS_PER_DRAW * num_logits
@@ -73,30 +77,38 @@ class DeviceForward:
         counts = [s.num_logit_rows if is_last else s.num_tokens for s in shapes]
         self.max_result_rows = max(counts, default=0)
 
-    def run(self, shape: StepShape, out: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        shape: StepShape,
+        out: torch.Tensor | None = None,
+        on_host: HostSequences | None = None,
+    ) -> torch.Tensor:
         """Runs the pass of the sequences in `upload`.
 
         Args:
             shape: the pass's shape.
             out: memory of at least as many rows as the result, which becomes its first rows.
+            on_host: the same sequences, for a pass that is planned; None for others.
 
         Returns:
             The logits, `[num_logit_rows, vocab]` float32; of a stage before the last, hidden
             states, `[num_tokens, hidden_size]`.
         """
         sent = self._sent(shape)
-        states = self._states(shape, sent, computes_all=False)
+        states = self._states(shape, sent, on_host, computes_all=False)
         out = None if out is None else out[: len(states)]
         if self._model.model.part.is_last:
             return self._logits(states, out)
         return states if out is None else out.copy_(states)
 
-    def run_with_hidden(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_with_hidden(
+        self, shape: StepShape, on_host: HostSequences | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a pass of the last stage; returns logits as `run` does, and the final hidden states
         of all tokens.
         """
         sent = self._sent(shape)
-        states = self._states(shape, sent, computes_all=True)
+        states = self._states(shape, sent, on_host, computes_all=True)
         token_rows = sent.token_rows
         chosen = states if token_rows is None else states.index_select(0, token_rows)
         return self._logits(chosen), states
@@ -137,7 +149,9 @@ class DeviceForward:
         words = words[: SentSequences.num_words(count, count)]
         return _Sent(whole, token_rows, SentSequences.of_words(words, count, count))
 
-    def _states(self, shape: StepShape, sent: "_Sent", *, computes_all: bool) -> torch.Tensor:
+    def _states(
+        self, shape: StepShape, sent: "_Sent", on_host: HostSequences | None, *, computes_all: bool
+    ) -> torch.Tensor:
         """Computes final hidden states, of all tokens or of the logit rows."""
         model, inputs = self._model, self._whole.first(shape.num_seqs, shape.num_tokens)
         kernels.lay_out_sequences(self._rows.state, sent.whole, model.block_size, inputs)
@@ -145,6 +159,10 @@ class DeviceForward:
         if sent.alone is not None and not computes_all:
             logit_rows = self._logit_rows(shape, sent)
         metadata = _metadata(inputs, shape, keeps_states=model.states is not None)
+        if on_host is not None:
+            assert self._planned is not None
+            planned = zip(metadata, self._planned.begin(on_host), strict=True)
+            metadata = tuple(replace(group, attend=attend) for group, attend in planned)
         kv = model.paged_kv(metadata, logit_rows)
         model_input = inputs.token_ids
         if self._hidden is not None:

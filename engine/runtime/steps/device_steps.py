@@ -266,6 +266,8 @@ class DeviceSteps(Steps):
         sent = SentStep(batch, ids, self._max_context_len(batch), has_logits=self._part.is_last)
         captured = None if batch.reports_prompts else self._graphs.fitting(sent.shape)
         words = sent.words(captured or sent.shape, rows.spare_row)
+        is_planned = self._forward.plans and captured is None and sent.shape.max_query_len > 1
+        on_host = sent.on_host(rows.host) if is_planned else None
         rows.host.advance(batch.chunks, ids)
         drawing = (_NO_DRAWS, _NO_DRAWS) if draws is None else (draws.inputs(), draws.single)
         _, of_chunks, inputs, single, of_tables = self._forward.upload.send(
@@ -273,7 +275,7 @@ class DeviceSteps(Steps):
         )
         rows.store_tables(of_tables)
         rows.store_chunks(of_chunks)
-        step = BegunStep.of(batch, sent.shape, captured, len(ids), inputs, single)
+        step = BegunStep.of(batch, sent.shape, captured, len(ids), inputs, single, on_host)
         if not batch.chunks:
             self._sent_decode = step
         return step
@@ -300,11 +302,13 @@ class DeviceSteps(Steps):
         """
         self._receive_hidden(step.num_tokens)
         if needs_hidden:
-            return self._forward.scores(*self._forward.run_with_hidden(step.shape))
+            return self._forward.scores(*self._forward.run_with_hidden(step.shape, step.on_host))
         return self._forward.scores(self._run(step)[: step.num_logit_rows])
 
     def _run(self, step: BegunStep) -> torch.Tensor:
-        return self._graphs.run(step.shape) if step.is_captured else self._forward.run(step.shape)
+        if step.is_captured:
+            return self._graphs.run(step.shape)
+        return self._forward.run(step.shape, on_host=step.on_host)
 
     def _receive_hidden(self, num_tokens: int) -> None:
         """Waits for the hidden states of the stage before, and copies them to the device; does

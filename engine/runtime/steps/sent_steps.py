@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk
+from engine.runtime.draws.rows import Rows
+from engine.runtime.forward.flashinfer_attention import HostSequences
 from engine.runtime.steps.step_shapes import StepShape
 
 __all__ = ["BegunStep", "SentStep"]
@@ -74,6 +76,21 @@ class SentStep:
         if shape.has_logit_rows:
             words += self._logit_rows(shape, query_starts, spare_row)
         return np.concatenate(words)
+
+    def on_host(self, rows: Rows) -> HostSequences:
+        """Returns the sequences with the lengths of their contexts.
+
+        Args:
+            rows: the rows before the step, with its table updates applied.
+        """
+        ids = np.array([chunk.row for chunk in self._chunks], np.int64)
+        ends = np.array([chunk.end for chunk in self._chunks], np.int64)
+        context_lens = np.concatenate((ends, 1 + rows.positions[self._decode_ids]))
+        return HostSequences(
+            self._query_starts(self.shape).astype(np.int32),
+            context_lens.astype(np.int32),
+            rows.tables[:, np.concatenate((ids, self._decode_ids))],
+        )
 
     def _query_starts(self, shape: StepShape) -> np.ndarray:
         """Returns where each sequence's tokens start, and their end; the padding is divided among
@@ -149,6 +166,7 @@ class BegunStep:
         decode_seqs: places of the sequences of these rows.
         draw_inputs: `ChunkDraws.inputs` on the device.
         single: `ChunkDraws.single` on the device.
+        on_host: the sequences, of a step that FlashInfer plans; None for others.
     """
 
     number: int
@@ -161,6 +179,7 @@ class BegunStep:
     decode_seqs: slice
     draw_inputs: torch.Tensor
     single: torch.Tensor
+    on_host: HostSequences | None = None
 
     @classmethod
     def of(
@@ -171,6 +190,7 @@ class BegunStep:
         num_decodes: int,
         draw_inputs: torch.Tensor,
         single: torch.Tensor,
+        on_host: HostSequences | None = None,
     ) -> "BegunStep":
         """Returns the step of a batch with the sizes `shape`, padded to `captured` unless None."""
         return cls(
@@ -184,4 +204,5 @@ class BegunStep:
             decode_seqs=slice(shape.num_seqs - num_decodes, shape.num_seqs),
             draw_inputs=draw_inputs,
             single=single,
+            on_host=on_host,
         )

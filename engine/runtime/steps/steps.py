@@ -46,6 +46,8 @@ class StepModel:
         dtype: type of hidden states.
         max_drafts: maximum number of drafts of a sequence.
         drafter: drafts tokens after steps; None without one.
+        uses_flashinfer: whether FlashInfer computes attention, in steps with prompts that are no
+            CUDA graphs.
     """
 
     model: CausalModel
@@ -64,6 +66,7 @@ class StepModel:
     max_drafts: int = 0
     drafter: Drafter | None = None
     states: StateMemory | None = None
+    uses_flashinfer: bool = False
 
     @property
     def max_blocks(self) -> int:

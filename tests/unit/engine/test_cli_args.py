@@ -73,6 +73,7 @@ def test_every_field_can_be_given(tmp_path):
         swap_space=4321,
         async_scheduling=True,
         enforce_eager=True,
+        attention_backend="triton",
         speculative_config=SpeculativeConfig(method="suffix", num_speculative_tokens=3),
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,

@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
+from engine.batch import ProcessedText, ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.draw_params import LogitRules
+from kernels import EngineRanks
 from kernels.triton.launch import load_launch_table, replaced_launch_table
 from tests.support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from tests.support.draw_params import GREEDY, draw_params
+from tests.support.logits_processors import FLAG
 from tests.support.strict_device import GPU, RefusedError, StrictDevice
 
 _FLAGS = {
@@ -41,13 +44,41 @@ _RARE_VARIANTS = (
 
 
 @contextmanager
-def _serving(model="llama", **flags):
+def _serving(model="llama", stage=None, **flags):
     """Yields the stand-in and warmed-up steps on it, of a variant or a checkpoint's folder."""
     path = model if isinstance(model, Path) else tiny_checkpoint(model)
     with StrictDevice().entered() as device:
-        steps = device.steps(path, **(_FLAGS | flags))
+        steps = device.steps(path, stage, **(_FLAGS | flags))
+        if stage is not None:
+            stage.steps = steps
         device.warm_up(steps)
         yield device, steps
+
+
+# All methods are None, and the group too.
+_NoRanks = type("_NoRanks", (EngineRanks,), dict.fromkeys(EngineRanks.__abstractmethods__))
+
+
+class _Stage(_NoRanks):
+    """One of two stages of a rank each; what it gets from the other one is unset.
+
+    Attributes:
+        steps: the stage's steps.
+        num_received: hidden states and tokens that have come.
+    """
+
+    def __init__(self, stage):
+        self.stage, self.rank = stage, 1 - stage
+        self.size = self.num_stages = self.num_local = 2
+        self.steps = None
+        self.num_received = 0
+
+    def receive_hidden(self, hidden):
+        self.num_received += 1
+
+    def receive_tokens(self, *, waits=True):
+        self.num_received += 1
+        return np.zeros(len(self.steps._tokens._undrawn[0]), np.int64).tobytes()
 
 
 def _chunk(row, num_tokens=1, start=40, draw=GREEDY, **fields):
@@ -82,6 +113,30 @@ def test_steps_of_a_family_are_graphs_and_compile_nothing(variant):
         for number, (chunks, decode_rows, is_graph) in enumerate(_STEPS, 1):
             counts = device.run(steps, ScheduledBatch(number, chunks, decode_rows))
             assert counts.replays == is_graph, number
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_steps_of_a_stage_are_graphs_and_compile_nothing(stage):
+    """Hidden states come to the second stage, and tokens to the first, from the host."""
+    ranks = _Stage(stage)
+    with _serving("llama_four_layers", ranks) as (device, steps):
+        num_before = ranks.num_received
+        for number, (chunks, decode_rows, is_graph) in enumerate(_STEPS[:7], 1):
+            counts = device.run(steps, ScheduledBatch(number, chunks, decode_rows))
+            assert counts.replays == is_graph, number
+        # The tokens of the last step come before the next one.
+        assert ranks.num_received - num_before == (7 if stage else 6)
+
+
+def test_logits_processors_follow_graphs_and_wait_for_nothing():
+    steered = _chunk(2, processed=ProcessedText((1, 0), {"steer": 3}, (5,) * 40, ()))
+    with _serving(logits_processors=FLAG[:1]) as (device, steps):
+        device.run(steps, ScheduledBatch(0, (_chunk(0), _chunk(1))))
+        later = replace(steered.processed, output_token_ids=(7,))
+        for number, text in enumerate((steered.processed, later), 1):
+            chunk = replace(steered, processed=text)
+            batch = ScheduledBatch(number, (chunk, _chunk(3)), (0, 1))
+            assert device.run(steps, batch).replays == 1
 
 
 def test_a_step_sends_what_it_needs_at_once():
