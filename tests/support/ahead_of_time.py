@@ -41,11 +41,13 @@ class Compiled:
         name: name of the kernel's function.
         shared_bytes: shared memory of a program.
         ptx: the kernel's PTX code.
+        cubin: its machine code, a file.
     """
 
     name: str
     shared_bytes: int
     ptx: str
+    cubin: bytes
 
 
 @contextmanager
@@ -110,4 +112,5 @@ def _compile(source, kwargs, function):
     names = set(function.arg_names)
     options = {name: value for name, value in kwargs.items() if name not in names}
     result = triton.compile(source, target=_HOPPER, options=options)
-    return Compiled(function.fn.__name__, result.metadata.shared, result.asm["ptx"])
+    asm = result.asm
+    return Compiled(function.fn.__name__, result.metadata.shared, asm["ptx"], asm["cubin"])

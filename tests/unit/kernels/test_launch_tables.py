@@ -78,6 +78,10 @@ def test_the_longest_prefix_of_a_name_selects_the_table_and_the_default_complete
             r"row_norm\.up_to must rise",
         ),
         ({"prefill_attention": [{**ATTENTION, "block_m": 8}]}, "block_m is 8: .* of 16 to"),
+        (
+            {"decode_attention": [{**DEFAULT["decode_attention"][-1], "shares_evenly": 2}]},
+            "shares_evenly is 2: .* of 0 to 1",
+        ),
         ({"prefill_attention": [{**ATTENTION, "block_n": 48}]}, "block_n is 48: .* power of two"),
         ({"devices": "Some"}, "devices is 'Some': it must be a list of names"),
     ],
