@@ -77,10 +77,10 @@ def rotate_and_write_kv(
         *(kv_scales.stride() if kv_scales is not None else (0, 0, 0, 0)),
         num_heads,
         num_kv_heads,
+        head_dim,
+        num_first,
         kv_layer.shape[3],
         num_query_parts,
-        HEAD_DIM=head_dim,
-        NUM_FIRST=num_first,
         NORM_KIND=(norms.kind if norms else NormKind.ROUNDED).value,
         NORMS_VALUES=norms is not None and norms.norms_values,
         HEADS=heads_block,
@@ -121,10 +121,10 @@ def _rotate_and_write_kv_kernel(
     scale_slot_stride,
     num_heads,
     num_kv_heads,
+    head_dim,
+    num_first,
     block_size,
     num_query_parts,
-    HEAD_DIM: tl.constexpr,
-    NUM_FIRST: tl.constexpr,
     NORM_KIND: tl.constexpr,
     NORMS_VALUES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -142,21 +142,21 @@ def _rotate_and_write_kv_kernel(
         heads = (part * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = query + token * query_token_stride + heads * query_head_stride
         is_head = heads < num_heads
-        first, second = load_parts(starts, is_head, HEAD_DIM, NUM_FIRST, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         first, second = _norm(
-            first, second, query_weight, eps, query, HEAD_DIM, NUM_FIRST, NORM_KIND, PART
+            first, second, query_weight, eps, query, head_dim, num_first, NORM_KIND, PART
         )
-        first, second = turn(first, second, cos, sin, token, NUM_FIRST, PART)
-        store_parts(first, second, starts, 1, is_head, HEAD_DIM, NUM_FIRST, PART)
+        first, second = turn(first, second, cos, sin, token, num_first, PART)
+        store_parts(first, second, starts, 1, is_head, head_dim, num_first, PART)
     else:
         heads = ((part - num_query_parts) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         starts = key + token * key_token_stride + heads * key_head_stride
         is_head = heads < num_kv_heads
-        first, second = load_parts(starts, is_head, HEAD_DIM, NUM_FIRST, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         first, second = _norm(
-            first, second, key_weight, eps, key, HEAD_DIM, NUM_FIRST, NORM_KIND, PART
+            first, second, key_weight, eps, key, head_dim, num_first, NORM_KIND, PART
         )
-        first, second = turn(first, second, cos, sin, token, NUM_FIRST, PART)
+        first, second = turn(first, second, cos, sin, token, num_first, PART)
 
         slot = tl.load(slot_mapping + token)
         block, offset = slot // block_size, slot % block_size
@@ -166,20 +166,20 @@ def _rotate_and_write_kv_kernel(
         scale_offsets = scale_place + heads * scale_head_stride
         first, second = rounded(first, key), rounded(second, key)
         _store_scaled(
-            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, HEAD_DIM,
-            NUM_FIRST, PART,
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim,
+            num_first, PART,
         )  # fmt: skip
 
         starts = value + token * value_token_stride + heads * value_head_stride
-        first, second = load_parts(starts, is_head, HEAD_DIM, NUM_FIRST, PART)
+        first, second = load_parts(starts, is_head, head_dim, num_first, PART)
         if NORMS_VALUES:
-            factors = _norm_factors(first, second, eps, HEAD_DIM)
+            factors = _norm_factors(first, second, eps, head_dim)
             first, second = rounded(first * factors, value), rounded(second * factors, value)
         targets += cache_kv_stride
         scale_offsets += scale_kv_stride
         _store_scaled(
-            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, HEAD_DIM,
-            NUM_FIRST, PART,
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim,
+            num_first, PART,
         )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ Each pass is a launch in which several programs share a row and add up their sum
 whole numbers below 2**53, so they are exact in any order. A program reads only the results of
 earlier launches, and narrows the range itself. Rows that filter nothing, beside others that do, pay
 for it: 8 launches that return at once.
-do: 8 launches that return at once.
 """
 
 import torch
