@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.machine import describe_gpu_machine
 from benchmarks.models import RANDOM_MODELS, cached_random_model, resolve_model
 from benchmarks.output import (
+    add_device_arg,
     add_number,
     add_numbers,
     add_output_args,
     check_output_args,
     report_of_run,
     write_report,
-    write_results,
+    write_so_far,
 )
 from benchmarks.report import Report, Table
 from benchmarks.workloads.kind import refuse_below
@@ -65,12 +66,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         choices=list(RANDOM_MODELS),
         help="random weights, made when needed (default: the demo model)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where all sides compute (default: %(default)s)",
-    )
+    add_device_arg(parser, "where all sides compute")
     add_numbers(parser, "--input-len", [5, 100, 500], "tokens of each prompt")
     add_number(parser, "--output-len", 24, "tokens to generate for each")
     add_output_args(parser)
@@ -89,12 +85,11 @@ def main(args: argparse.Namespace) -> int:
 
     def add(side: _Side) -> None:
         sides.append(side)
-        if args.json:
-            write_results(args.json, _report(args, machine, sides).content)
+        write_so_far(args, lambda: _report(args, machine, sides))
 
     folder = _model_folder(args)
-    add(_of_transformers(folder, args.device, prompts, args.output_len))
-    for side in (_of_one_worker, _of_two_tiers):
+    add(_run_transformers(folder, args.device, prompts, args.output_len))
+    for side in (_run_one_worker, _run_two_tiers):
         add(asyncio.run(side(_config(folder, args), prompts, args.output_len)))
         _free_memory(args.device)
     write_report(_report(args, machine, sides), args)
@@ -138,7 +133,7 @@ def _report(args: argparse.Namespace, machine: dict[str, object], sides: Sequenc
     )
 
 
-def _of_transformers(
+def _run_transformers(
     folder: str, device: str, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     """Computes every token from its whole text: the plainest way."""
@@ -171,7 +166,7 @@ def _free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-async def _of_one_worker(
+async def _run_one_worker(
     config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     async with _serving(config) as (engine, channel):
@@ -183,7 +178,7 @@ async def _of_one_worker(
         return _Side("one worker", answers, time.perf_counter() - started)
 
 
-async def _of_two_tiers(
+async def _run_two_tiers(
     config: EngineConfig, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> _Side:
     with TemporaryDirectory(prefix="baton-agreement-") as folder:

@@ -20,11 +20,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import (
+    add_device_arg,
     add_output_args,
     check_output_args,
     report_of_run,
     write_report,
-    write_results,
+    write_so_far,
 )
 from benchmarks.report import Report, Table
 from kernels.triton.launch import (
@@ -75,12 +76,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         default="llama-3.1-8b",
         help="the model whose shapes are measured (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda",
-        help="cpu shows that it runs: its kernels read no launch table (default: %(default)s)",
-    )
+    add_device_arg(parser, "cpu shows that it runs: its kernels read no launch table", "cuda")
     parser.add_argument(
         "--kind", choices=list(_KINDS), action="append", help="repeatable; all by default"
     )
@@ -104,11 +100,10 @@ def main(args: argparse.Namespace) -> int:
         for launch, table in _candidates(case, shape, device) if case.what in kinds else ():
             with replaced_launch_table(table):
                 swept.append(_Swept(launch, measure(case, setting)))
-            if args.json:
-                write_results(args.json, _report(args, machine, ceilings, swept).content)
+            write_so_far(args, lambda: _report(args, machine, ceilings, swept))
     write_report(_report(args, machine, ceilings, swept), args)
-    measured = {_name(one) for one in swept if one.outcome.kernel_s is not None}
-    return int({_name(one) for one in swept} != measured)
+    measured = {_name(entry) for entry in swept if entry.outcome.kernel_s is not None}
+    return int({_name(entry) for entry in swept} != measured)
 
 
 def _candidates(
@@ -146,32 +141,35 @@ def _report(
     return report_of_run(
         args,
         f"Launch parameters of attention on shapes of {args.model}",
-        [_table(name, [one for one in swept if _name(one) == name], ceilings) for name in names],
+        [
+            _table(name, [entry for entry in swept if _name(entry) == name], ceilings)
+            for name in names
+        ],
         machine=machine,
         swept=[
             {
-                "launch": asdict(one.launch),
-                **asdict(one.outcome),
-                "limit_s": limit_s(one.outcome.cost, ceilings),
+                "launch": asdict(entry.launch),
+                **asdict(entry.outcome),
+                "limit_s": limit_s(entry.outcome.cost, ceilings),
             }
-            for one in swept
+            for entry in swept
         ],
     )
 
 
 def _table(name: tuple[str, str], swept: Sequence[_Swept], ceilings: Ceilings) -> Table:
     """Returns the present parameters, and the others from the fastest on."""
-    present, others = swept[0], [one for one in swept[1:] if one.outcome.kernel_s is not None]
+    present, others = swept[0], [entry for entry in swept[1:] if entry.outcome.kernel_s is not None]
     fields = [field for field in asdict(present.launch) if field != "up_to"]
     rows = [
         (
-            "present" if one is present else "",
-            *(getattr(one.launch, field) for field in fields),
-            None if (taken := one.outcome.kernel_s) is None else 1e6 * taken,
-            None if taken is None else taken / limit_s(one.outcome.cost, ceilings),
+            "present" if entry is present else "",
+            *(getattr(entry.launch, field) for field in fields),
+            None if (taken := entry.outcome.kernel_s) is None else 1e6 * taken,
+            None if taken is None else taken / limit_s(entry.outcome.cost, ceilings),
         )
-        for one in [present, *sorted(others, key=lambda one: one.outcome.kernel_s or 0.0)]
+        for entry in [present, *sorted(others, key=lambda entry: entry.outcome.kernel_s or 0.0)]
     ]
-    failed = [one.outcome.difference for one in swept if one.outcome.kernel_s is None]
+    failed = [entry.outcome.difference for entry in swept if entry.outcome.kernel_s is None]
     note = f"{len(failed)} failed, the first so: {failed[0]}" if failed else ""
     return Table(", ".join(name), ("", *fields, "us", "x limit"), rows, note)

@@ -12,7 +12,7 @@ from baton.common.model_files.named_models import NAMED_MODELS
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS
-from benchmarks.output import write_line
+from benchmarks.output import add_device_arg, write_line
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import BATON, ENGINES, SERVED_FORMS
 from benchmarks.peers.comparison import compare, summarize
@@ -48,12 +48,10 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="repeatable; split: Baton's two tiers as servers (default: all)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the engines compute; on a GPU those without an environment of their own run in "
-        "Baton's (default: %(default)s)",
+    add_device_arg(
+        parser,
+        "where the engines compute; on a GPU those without an environment of their own run in "
+        "Baton's",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
     add_peer_args(parser)

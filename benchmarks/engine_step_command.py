@@ -17,7 +17,7 @@ from benchmarks.output import (
     check_output_args,
     report_of_run,
     write_report,
-    write_results,
+    write_so_far,
 )
 from benchmarks.report import Panel, Report, Series, Table
 
@@ -152,8 +152,7 @@ class _DeviceFigures:
             self.steps.append(figure)
         else:
             self.kernels.append(figure)
-        if self._args.json:
-            write_results(self._args.json, self.report().content)
+        write_so_far(self._args, self.report)
 
     @property
     def all(self) -> "list[DeviceStep | StepKernels]":

@@ -21,11 +21,12 @@ from benchmarks.machine import describe_machine, with_best_ceilings
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.output import (
+    add_device_arg,
     add_output_args,
     check_output_args,
     report_of_run,
     write_report,
-    write_results,
+    write_so_far,
 )
 from benchmarks.report import Cell, Report, Table
 from benchmarks.workloads.kind import refuse_below
@@ -58,12 +59,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         default=_DTYPES[0],
         help="type of weights and KV (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the kernels compute (default: %(default)s)",
-    )
+    add_device_arg(parser, "where the kernels compute")
     parser.add_argument(
         "--num-threads",
         type=int,
@@ -91,8 +87,7 @@ def main(args: argparse.Namespace) -> int:
     outcomes: list[KernelOutcome] = []
     for outcome in _measure(args, num_threads):
         outcomes.append(outcome)
-        if args.json:
-            write_results(args.json, _report(args, before, num_threads, outcomes).content)
+        write_so_far(args, lambda: _report(args, before, num_threads, outcomes))
     # Measured twice: a disturbance at the start would make the limits too low.
     machine = with_best_ceilings(before, describe_machine(args.device, num_threads))
     write_report(_report(args, machine, num_threads, outcomes), args)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from benchmarks.machine import in_words, name_machine
 from benchmarks.report import Panel, Report, Table, format_report
 
 __all__ = [
+    "add_device_arg",
     "add_number",
     "add_numbers",
     "add_output_args",
@@ -22,6 +23,7 @@ __all__ = [
     "write_line",
     "write_report",
     "write_results",
+    "write_so_far",
 ]
 
 _NO_FLAGS = ("command", "benchmark", "run", "run_benchmark", "api_key")
@@ -112,9 +114,33 @@ def write_results(path: Path, content: Mapping[str, Any]) -> None:
     unfinished.replace(path)
 
 
+def write_so_far(args: argparse.Namespace, make_report: Callable[[], Report]) -> None:
+    """Writes the file of --json, if there is one, while a run goes on: what it has measured stays
+    if it ends early.
+
+    Args:
+        args: the parsed flags.
+        make_report: returns the report of the figures so far.
+    """
+    if args.json:
+        write_results(args.json, make_report().content)
+
+
 def write_line(line: str) -> None:
     """Writes a line to stderr, where it does not mix with a report."""
     sys.stderr.write(f"{line}\n")
+
+
+def add_device_arg(parser: argparse.ArgumentParser, text: str, default: str = "cpu") -> None:
+    """Adds `--device`.
+
+    Args:
+        parser: gets the flag.
+        text: its meaning; the default is appended.
+        default: its value without it.
+    """
+    shown = f"{text} (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help=shown)
 
 
 def add_number(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:

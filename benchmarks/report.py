@@ -4,9 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Panel", "Report", "Series", "Table", "format_cell", "format_report", "format_table"]
+__all__ = [
+    "Panel",
+    "Report",
+    "Series",
+    "Table",
+    "describe_error",
+    "format_cell",
+    "format_report",
+    "format_table",
+]
 
 _SIGNIFICANT_DIGITS = 4
+_MAX_ERROR_CHARS = 500
 
 Cell = str | float | int | None
 
@@ -93,6 +103,11 @@ class Report:
     def content(self) -> dict[str, Any]:
         """The content of the JSON file."""
         return {"title": self.title, **self.results}
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the type and the text of an error that ended a figure, but not the others."""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
 
 def format_report(report: Report) -> str:

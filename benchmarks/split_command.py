@@ -23,7 +23,7 @@ from benchmarks.cluster import ClusterAnswer, ServedCluster, served_cluster
 from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, floor_s, token_floor_s
 from benchmarks.models import make_random_model, write_random_config
-from benchmarks.output import write_results
+from benchmarks.output import add_device_arg, write_results
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 
@@ -71,12 +71,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="repeatable (default: demo and llama-100m; on a GPU llama-3.1-8b, with dummy weights)",
     )
-    parser.add_argument(
-        "--device",
-        choices=list(_BY_DEVICE),
-        default="cpu",
-        help="where the workers compute, on a GPU all on one card (default: %(default)s)",
-    )
+    add_device_arg(parser, "where the workers compute, on a GPU all on one card")
     parser.add_argument(
         "--prompt-tokens",
         type=int,

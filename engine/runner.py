@@ -4,6 +4,7 @@
 scheduler with a fake runner.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,11 +142,12 @@ class EngineTurns(Protocol):
     def others_wish(self) -> TurnWish | None:
         """The longest turn that another engine could bear a moment ago; None for no limit."""
 
-    def take(self, woken: threading.Event | None = None) -> bool:
+    def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
         """Waits for this engine's turn, in which the runner's next step computes.
 
         Args:
             woken: ends the wait when it is set; None not to wait.
+            timeout_s: after which the wait ends, too.
 
         Returns:
             Whether it is this engine's turn. It ends with the step, or by `end`.
@@ -163,7 +165,7 @@ class NoTurns:
     waited_s: float = 0.0
     others_wish: TurnWish | None = None
 
-    def take(self, woken: threading.Event | None = None) -> bool:
+    def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
         """Returns True."""
         return True
 

@@ -6,6 +6,7 @@ that is down. The log then says once that it leaves such messages out, and how m
 
 import io
 import logging
+import math
 import re
 import select
 import threading
@@ -24,8 +25,10 @@ WINDOW_S = 60.0
 _LOGGER_NAME = "baton.log"
 _PIECE_BYTES = select.PIPE_BUF
 """A pipe that is ready for a write takes so many bytes at once."""
-_MAX_WAIT_MS = 50
-"""How long a line waits for a reader that is late."""
+_MAX_WAIT_S = 0.05
+"""How long the lines of `_WAIT_PERIOD_S` wait, together, for a reader that is late: the event loop
+of the process waits with them."""
+_WAIT_PERIOD_S = 1.0
 _MAX_CAUSES = 256
 """Causes of which messages are counted at one time. The rest are one cause."""
 _MAX_CHARS = 200
@@ -48,9 +51,15 @@ class LogStream(io.TextIOBase):
     Args:
         stream: gets the lines.
         to_line: makes a line of the log out of a text, without an end.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, stream: TextIO, to_line: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        to_line: Callable[[str], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream = stream
         self._to_line = to_line
         # A stream with a buffer would keep a part of what it could not write, and repeat it.
@@ -62,6 +71,9 @@ class LogStream(io.TextIOBase):
         self._num_lost = 0
         self._reason = ""
         self._is_line_cut = False
+        self._clock = clock
+        self._period_ends_at = -math.inf
+        self._wait_left_s = 0.0
 
     @override
     def write(self, text: str, /) -> int:
@@ -120,14 +132,28 @@ class LogStream(io.TextIOBase):
             self._is_line_cut = len(rest) > 0
 
     def _has_room(self) -> bool:
-        """Whether the stream takes bytes. A reader that has just read is waited for, and one that
-        has made lines lost is not.
+        """Whether the stream takes bytes. A reader that has just read is waited for, though not
+        again and again, and one that has made lines lost is not.
         """
         if self._descriptor is None:
             return True
         room = select.poll()  # one for each question: a signal's handler may ask at the same time
         room.register(self._descriptor, select.POLLOUT)
-        return bool(room.poll(0 if self._num_lost else _MAX_WAIT_MS))
+        if room.poll(0):
+            return True
+        return not self._num_lost and self._waits_for(room)
+
+    def _waits_for(self, room: select.poll) -> bool:
+        """Waits for room, unless lines have waited for long in this period; returns whether it is
+        there.
+        """
+        started_at = self._clock()
+        if started_at >= self._period_ends_at:
+            self._period_ends_at = started_at + _WAIT_PERIOD_S
+            self._wait_left_s = _MAX_WAIT_S
+        has_room = bool(room.poll(1000 * self._wait_left_s))
+        self._wait_left_s = max(self._wait_left_s - (self._clock() - started_at), 0.0)
+        return has_room
 
 
 def _descriptor_of(raw: Any) -> int | None:

@@ -17,6 +17,7 @@ from baton.common.errors import BatonError, ConfigurationError, InvalidArgumentE
 from baton.common.flags.config_flags import add_flags, flag
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import registration_pb2, registration_pb2_grpc
+from rpc.cancellation import is_task_cancelled
 from rpc.discovery.announced import MODEL_LABEL, ROLE_LABEL
 from rpc.discovery.announcements import check_labels
 from rpc.discovery.discovery import Discovery
@@ -211,7 +212,7 @@ class Registration:
                 num_announced, error = await self._renew(router, channel)
             return num_announced, error.message
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_task_cancelled():
                 raise
             return 0, "the call was cancelled"
         except Exception as error:
@@ -240,7 +241,7 @@ class Registration:
         except grpc.aio.AioRpcError as error:
             return num_announced, from_rpc_error(error)
         except asyncio.CancelledError:
-            if num_announced and _is_cancelled():
+            if num_announced and is_task_cancelled():
                 await self._withdraw(stub)
             raise
 
@@ -249,12 +250,6 @@ class Registration:
         metadata = self._security.call_metadata()
         with suppress(grpc.aio.AioRpcError):  # the lease ends by itself
             await stub.Withdraw(request, timeout=_WITHDRAW_TIMEOUT_S, metadata=metadata)
-
-
-def _is_cancelled() -> bool:
-    """Whether this task was cancelled, and not only a call that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class RegisteredService(Service):

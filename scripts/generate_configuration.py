@@ -4,22 +4,21 @@ Also baton/common/flags/variable_names.py, by which processes warn of variables 
     python -m scripts.generate_configuration            # writes the page and the names
     python -m scripts.generate_configuration --check    # fails if one is out of date
 
-Flags are read from the commands' argument parsers. Environment variables are read in several
-places, some by libraries, so they are declared here; a test compares the table with the code.
-Those of the compose files are in docs/compose.md.
+Flags are read from the commands' argument parsers, and other environment variables from
+`scripts.environment_variables`. Those of the compose files are in docs/compose.md.
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from baton import cli
 from baton.common.flags.sources import variable_of
+from scripts.environment_variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -87,115 +86,6 @@ and do not read these variables.
 A usage error is one line on stderr and exit code 2. `baton completion bash` prints code with which
 a shell completes commands and flags; zsh and fish have theirs.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """An environment variable.
-
-    Attributes:
-        name: its name.
-        used_by: the program or the part of Baton that reads it.
-        default: the value without it.
-        help: its meaning.
-    """
-
-    name: str
-    used_by: str
-    default: str
-    help: str
-
-
-VARIABLES = (
-    Variable(
-        "BATON_CPU_KERNELS",
-        "workers, `LLM`",
-        "auto",
-        "CPU kernels to use: auto (the best that this CPU supports), the name of a variant such "
-        "as avx2, torch, or triton; `baton doctor` shows the choice",
-    ),
-    Variable(
-        "BATON_CHAT_TEMPLATES",
-        "tests",
-        "",
-        "folder of checkpoint folders, whose chat templates are compared with transformers",
-    ),
-    Variable(
-        "BATON_CLUSTER_TOKEN",
-        "workers, router",
-        "",
-        "token that the processes of a cluster share, in place of --cluster-token-file",
-    ),
-    Variable(
-        "BATON_COMMIT",
-        "`baton bench`",
-        "git's answer",
-        "commit to write into results, for sources that were copied without .git",
-    ),
-    Variable(
-        "BATON_RESULTS_FOLDER",
-        "`make bench-record`",
-        "benchmarks/results",
-        "folder for its reports",
-    ),
-    Variable(
-        "BATON_CONTAINERS",
-        "scripts/prepare_containers.sh",
-        "/var/tmp/baton-containers",  # noqa: S108 - a text
-        "folder of the Docker engine that the script starts",
-    ),
-    Variable("BATON_TEST_DEVICE", "tests", "cpu", "device of the Triton tests; cuda for a GPU"),
-    Variable(
-        "BATON_TEST_RESULTS",
-        "tests",
-        "",
-        "file for one line per test; `make gpu-first` sets it",
-    ),
-    Variable(
-        "BATON_TEST_TOKENIZERS",
-        "tests",
-        "",
-        "folder of checkpoints whose chat templates are compared with `transformers`",
-    ),
-    Variable("CXX", "building the CPU kernels", "the first found", "C++20 compiler"),
-    Variable(
-        "HF_HOME, HF_HUB_OFFLINE, HF_TOKEN",
-        "workers, router, `LLM`",
-        "see huggingface_hub",
-        "cache folder, offline mode and token for models named by their Hub name",
-    ),
-    Variable(
-        "NIXL_LOG_LEVEL, UCX_LOG_LEVEL",
-        "`nixl://`",
-        "ERROR, error",
-        "log levels of the libraries",
-    ),
-    Variable(
-        "OMP_WAIT_POLICY",
-        "`baton`",
-        "PASSIVE",
-        "whether idle OpenMP threads sleep or spin",
-    ),
-    Variable(
-        "OPENAI_API_KEY",
-        "`baton bench serve`",
-        "",
-        "bearer token for http:// and https:// targets",
-    ),
-    Variable(
-        "SSL_CERT_FILE",
-        "`rediss://`",
-        "the system's",
-        "certificate authorities, unless the URL has ca_file",
-    ),
-    Variable(
-        "TRITON_INTERPRET",
-        "workers",
-        "",
-        "with 1, Triton's kernels can run on a CPU, slowly, for tests",
-    ),
-    Variable("UCX_TLS", "`nixl://`", "UCX's choice", "transports that UCX may use"),
-)
 
 
 def render() -> str:

@@ -83,17 +83,9 @@ CALLS: Mapping[str, Sequence[PlannedPart]] = {
         PlannedPart(
             "steps",
             (
-                *(
-                    "engine-step",
-                    "--async-scheduling",
-                    "--batch-size",
-                    "1",
-                    "3",
-                    "--num-steps",
-                    "4",
-                ),
-                *("--input-len", "16", "--num-threads", "1", "--num-gpu-blocks-override", "64"),
-                *("--max-model-len", "64"),
+                *("engine-step", "--async-scheduling", "--batch-size", "1", "3"),
+                *("--num-steps", "4", "--input-len", "16", "--num-threads", "1"),
+                *("--num-gpu-blocks-override", "64", "--max-model-len", "64"),
             ),
             60,
         ),

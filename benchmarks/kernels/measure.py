@@ -27,6 +27,7 @@ from benchmarks.kernels.layers import (
 )
 from benchmarks.kernels.quantized import quantized_cases
 from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle, sample_calls
+from benchmarks.report import describe_error
 from kernels import reference
 
 __all__ = [
@@ -58,7 +59,6 @@ PRIMITIVES: Mapping[str, MakeCases] = MappingProxyType(
 """Functions that yield a primitive's cases for a model and an element type, by name."""
 
 _EPS32 = torch.finfo(torch.float32).eps
-_MAX_ERROR_LENGTH = 500
 _NUM_ROUNDINGS = 8
 """Roundings to the inputs' type, of results and intermediate values, that are allowed for."""
 
@@ -123,9 +123,7 @@ def measure(case: Case, setting: KernelSetting) -> KernelOutcome:
                 return KernelOutcome(*known, difference=difference)
             return KernelOutcome(*known, *_times(case, setting))
     except Exception as error:  # any error ends this case, but not the run
-        return KernelOutcome(
-            *known, difference=f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
-        )
+        return KernelOutcome(*known, difference=describe_error(error))
 
 
 def _times(case: Case, setting: KernelSetting) -> tuple[float, float | None]:

@@ -14,6 +14,7 @@ from benchmarks.offline.cases import OfflineCase, RunTimes, run_times
 from benchmarks.offline.driven_rows import DrivenRows
 from benchmarks.offline.offline_engine import Floors, OfflineEngine
 from benchmarks.offline.step_floors import operations_floor_s
+from benchmarks.report import describe_error
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 from engine.runner import PendingOutput
@@ -24,7 +25,6 @@ __all__ = ["DeviceStep", "chunk_tokens", "measure_device_steps"]
 
 _WARM_UP_STEPS = 8
 _NUM_PROMPT_SAMPLES = 4
-_MAX_ERROR_LENGTH = 500
 _MIXED_TOKENS = 512
 """Prompt tokens of a mixed step, if the runner takes as many."""
 
@@ -111,8 +111,7 @@ def _attempt(
     try:
         figures = measure(batch_size, context)
     except Exception as error:  # any error ends this figure, but not the others
-        reason = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
-        return DeviceStep(kind, batch_size, context, failed=reason)
+        return DeviceStep(kind, batch_size, context, failed=describe_error(error))
     return DeviceStep(kind, batch_size, context, **figures)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks.offline.driven_rows import DrivenRows
+from benchmarks.report import describe_error
 from engine.runtime.device import wait_for
 from engine.runtime.model_runner import ModelRunner
 
@@ -15,7 +16,6 @@ __all__ = ["KernelTime", "StepKernels", "profile_device_steps"]
 _NUM_STEPS = 3
 _NUM_KERNELS = 40
 _MAX_NAME = 120
-_MAX_ERROR_LENGTH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ def _attempt(
     try:
         kernels = _kernels_of(prepare(), runner.kv_pool.device)
     except Exception as error:  # any error ends this profile, but not the others
-        reason = f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]
-        return StepKernels(kind, batch_size, context, failed=reason)
+        return StepKernels(kind, batch_size, context, failed=describe_error(error))
     return StepKernels(kind, batch_size, context, kernels)
 
 

@@ -4,8 +4,8 @@
     core.wait()                # sleeps while nothing can run
 
 An engine that computes in turn with others waits for its turn before it schedules, so that the step
-has the requests that came or were loaded meanwhile. Calls, transfers and `wake` end that wait; the
-next `run_step` goes on with it.
+has the requests that came or were loaded meanwhile. Calls, transfers, deadlines and `wake` end that
+wait; the next `run_step` goes on with it.
 
 With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1 computes: the
 scheduler works while the runner does. With pipeline stages as many steps are in flight as stages.
@@ -222,9 +222,7 @@ class EngineCore:
         Call it right after a step. It returns at once unless that step found nothing to run.
         """
         if self.is_stalled:
-            deadline = self.scheduler.next_deadline
-            left_s = math.inf if deadline is None else deadline - self._clock()
-            self._woken.wait(min(max(0.0, left_s), threading.TIMEOUT_MAX))
+            self._woken.wait(min(self._time_left_s(), threading.TIMEOUT_MAX))
         self._woken.clear()
 
     def wake(self) -> None:
@@ -263,10 +261,8 @@ class EngineCore:
     def _compute_step(self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]) -> Outputs:
         if self.config.async_scheduling:  # a thread of the runner waits for turns
             return self._schedule_and_run(on_outputs, on_scheduled)
-        if not self._take_turn():
-            return []
         try:
-            return self._schedule_and_run(on_outputs, on_scheduled)
+            return self._schedule_and_run(on_outputs, on_scheduled) if self._take_turn() else []
         finally:
             self._runner.turns.end()
 
@@ -274,7 +270,7 @@ class EngineCore:
         """Waits for the engine's turn if there may be something to compute. Loads run meanwhile.
 
         Returns:
-            False if `wake` has ended the wait.
+            False if `wake` or a deadline has ended the wait.
         """
         turns = self._runner.turns
         if turns.take():
@@ -283,11 +279,16 @@ class EngineCore:
         self._start_transfers()
         if not may_compute:
             return True
-        if not turns.take(self._woken):
+        if not turns.take(self._woken, self._time_left_s()):
             self._woken.clear()
             return False
         self._timer.end_phase("execute")
         return True
+
+    def _time_left_s(self) -> float:
+        """Returns the seconds until `Scheduler.expire` is due; infinite without deadlines."""
+        deadline = self.scheduler.next_deadline
+        return math.inf if deadline is None else max(0.0, deadline - self._clock())
 
     def _schedule_and_run(
         self, on_outputs: OnOutputs, on_scheduled: Callable[[int], None]

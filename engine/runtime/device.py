@@ -29,8 +29,10 @@ __all__ = [
     "with_device_defaults",
 ]
 
+_DEVICE_FIELDS = ("async_scheduling", "max_step_ms", "max_num_seqs", "max_num_batched_tokens")
+"""Fields of the config whose defaults depend on the device."""
 _STEP_SIZES = ((60 << 30, 256, 8192), (20 << 30, 128, 4096))
-"""By the least bytes of a GPU that a worker may use: sequences and tokens of a step."""
+"""Sequences and tokens of a step, by the minimum of bytes of a GPU that a worker may use."""
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -80,37 +82,23 @@ def with_device_defaults(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigurationError: there is no such device.
     """
-    if None not in _device_fields(config).values():
+    unset = [name for name in _DEVICE_FIELDS if getattr(config, name) is None]
+    if not unset:
         return config
     device = resolve_device(config.device)
-    max_num_seqs, max_num_batched_tokens = _step_sizes(device, config.gpu_memory_utilization)
     is_on_gpu = device.type == "cuda"
-    defaults: dict[str, Any] = {
-        "async_scheduling": is_on_gpu,
-        "max_step_ms": 0 if is_on_gpu else AUTO,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-    }
-    unset = [name for name, value in _device_fields(config).items() if value is None]
-    return replace(config, **{name: defaults[name] for name in unset})
-
-
-def _device_fields(config: EngineConfig) -> dict[str, object]:
-    """Returns the fields whose defaults depend on the device, with their values."""
-    return {
-        "async_scheduling": config.async_scheduling,
-        "max_step_ms": config.max_step_ms,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-    }
+    sizes = _step_sizes(device, config.gpu_memory_utilization)
+    defaults = (is_on_gpu, 0 if is_on_gpu else AUTO, *sizes)
+    by_name: dict[str, Any] = dict(zip(_DEVICE_FIELDS, defaults, strict=True))
+    return replace(config, **{name: by_name[name] for name in unset})
 
 
 def _step_sizes(device: torch.device, utilization: float) -> tuple[int, int]:
     """Returns how many sequences and tokens a step may have: more, the more memory there is."""
     if device.type == "cuda":
         usable = utilization * torch.cuda.get_device_properties(device).total_memory
-        for least_bytes, num_seqs, num_tokens in _STEP_SIZES:
-            if usable >= least_bytes:
+        for min_bytes, num_seqs, num_tokens in _STEP_SIZES:
+            if usable >= min_bytes:
                 return num_seqs, num_tokens
     return DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_BATCHED_TOKENS
 

@@ -25,6 +25,7 @@ longer waits, so it need not be withdrawn.
 
 import fcntl
 import logging
+import math
 import os
 import struct
 import threading
@@ -154,9 +155,16 @@ class Turns:
         finally:
             self.end()
 
-    def take(self, woken: threading.Event | None = None) -> bool:
+    def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
         """Waits for this engine's turn, for `wait_for_turn`; see `engine.runner.EngineTurns`."""
-        return self._lock_turn(_try_once if woken is None else woken.wait)
+        if woken is None:
+            return self._lock_turn(_try_once)
+        ends_at = time.monotonic() + timeout_s
+
+        def nap(seconds: float) -> bool:
+            return woken.wait(seconds) or time.monotonic() >= ends_at
+
+        return self._lock_turn(nap)
 
     def end(self) -> None:
         """Ends the turn, if there is one. The next engine finds the wish of the step before it."""

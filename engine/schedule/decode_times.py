@@ -14,11 +14,11 @@ __all__ = ["MAX_RATIO", "MEAN_RATE", "DecodeTimes"]
 MEAN_RATE = 0.2
 """The weight of a step in a mean."""
 MAX_RATIO = 2.0
-"""To its expected time, up to which a step counts: it may have been disturbed."""
+"""A step counts up to this multiple of its expected time: it may have been disturbed."""
 _SPREAD = 64.0
 """The weight of the estimate, as a sum of squares of sizes' distances from their mean."""
 _FULL_COUNT = 16
-"""So many steps give their mean its full weight."""
+"""The number of steps from which on their mean has its full weight."""
 _MIN_S = 1e-9
 
 

@@ -62,7 +62,6 @@ class Scheduler:
         self._queues = parts.queues
         self._drafts = parts.drafts
         self._admission = parts.admission
-        self._preemption = parts.preemption
         self._retries = parts.retries
         self._guides = parts.guides
         self._ends = parts.ends
@@ -73,6 +72,7 @@ class Scheduler:
         self._deadlines = Deadlines(self._groups)
         self._in_flight: deque[StepRecord] = deque()
         self._num_steps = 0
+        self._admits_none = False  # as in the last plan: a running group comes before any load
 
     @property
     def num_unfinished(self) -> int:
@@ -231,7 +231,7 @@ class Scheduler:
         Returns:
             Whether `schedule` may find work for the runner.
         """
-        if not self._retries.are_due:
+        if not self._retries.are_due and not self._admits_none:
             self._admission.start_loads()
         return self._queues.may_run
 
@@ -268,6 +268,7 @@ class Scheduler:
                 self._admission.run_chunks(group, plan)
         if self._queues.waiting and not plan.admits_none and not retries:
             self._admission.admit_waiting(plan)
+        self._admits_none = plan.admits_none
         return self._start_step(plan)
 
     def _new_plan(self, *, is_bounded: bool = True) -> StepPlan:

@@ -117,11 +117,12 @@ class StepTimes:
         if not self._max_step_ms:
             return NO_BOUND
         limits_s = []
-        self._turns.wish = None
+        wish = None
         if num_decoding:
             num_present = max(num_decoding, num_present)
-            self._turns.wish = self._wish(num_decoding, num_present)
+            wish = self._wish(num_decoding, num_present)
             limits_s.append(self._longest_s(num_present))
+        self._turns.wish = wish  # another thread may read it at any moment
         if (others_wish := self._turns.others_wish) is not None:
             limits_s.append(others_wish.limit_s(num_leaving(self._max_running)))
         if not limits_s:

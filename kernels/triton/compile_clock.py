@@ -5,9 +5,9 @@ over steps must tell that from a step that hangs.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 from triton import knobs
@@ -15,46 +15,66 @@ from triton import knobs
 __all__ = ["CompileClock", "compile_clock"]
 
 _MAX_S = 120.0
-"""The longest that one compilation counts. One that takes longer hangs, or has failed: Triton calls
-no hook then.
+"""The longest that one compilation counts. One that takes longer hangs, or has failed in a thread
+that has not read the clock since.
 """
 
 
 class CompileClock:
     """Sums up the time in which at least one thread compiles.
 
+    Triton calls no hook when a compilation fails. A thread that begins another one or reads the
+    clock does not compile any more, so what it had begun counts no further.
+
     Args:
         clock: monotonic seconds.
+        thread: returns the number of the calling thread.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        thread: Callable[[], int] = get_ident,
+    ) -> None:
         self._clock = clock
+        self._thread = thread
         self._lock = Lock()
         self._total_s = 0.0
-        self._began: dict[object, float] = {}  # by the key of a kernel that is being compiled
+        self._threads: dict[object, int] = {}  # by the key of a kernel that is being compiled
         self._since = 0.0  # when the first of them began
 
     def read_s(self) -> float:
         """Returns the seconds until now, those of compilations under way included."""
         with self._lock:
-            return self._total_s + (self._elapsed_s() if self._began else 0.0)
+            self._end_failed()
+            return self._total_s + (self._elapsed_s() if self._threads else 0.0)
 
     def begin(self, key: object) -> None:
         """Notes that a kernel is being compiled."""
         with self._lock:
-            if not self._began:
+            self._end_failed()
+            if not self._threads:
                 self._since = self._clock()
             elif self._elapsed_s() >= _MAX_S:  # they have failed, or hang
                 self._total_s += _MAX_S
-                self._began.clear()
+                self._threads.clear()
                 self._since = self._clock()
-            self._began[key] = self._clock()
+            self._threads[key] = self._thread()
 
     def end(self, key: object) -> None:
         """Notes that a kernel is compiled; does nothing for one that was not begun."""
         with self._lock:
-            if self._began.pop(key, None) is not None and not self._began:
-                self._total_s += self._elapsed_s()
+            self._end([key])
+
+    def _end_failed(self) -> None:
+        """Ends what this thread compiled, as it has failed."""
+        thread = self._thread()
+        self._end([key for key, number in self._threads.items() if number == thread])
+
+    def _end(self, keys: Iterable[object]) -> None:
+        known = [key for key in keys if self._threads.pop(key, None) is not None]
+        if known and not self._threads:
+            self._total_s += self._elapsed_s()
 
     def _elapsed_s(self) -> float:
         return min(self._clock() - self._since, _MAX_S)

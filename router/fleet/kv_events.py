@@ -17,6 +17,7 @@ from router.routing.cache_form import CacheForm
 from router.routing.cache_index import CacheIndex
 from router.routing.event_reader import MAX_STALENESS_S, KvEventReader
 from router.routing.replica_cache import KvEventError, ReplicaCache
+from rpc.cancellation import is_task_cancelled
 
 __all__ = ["KvEventStream"]
 
@@ -113,8 +114,7 @@ class KvEventStream:
         except TimeoutError:
             problem = f"they did not begin within {_BEGIN_TIMEOUT_S:g} s"
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_task_cancelled():
                 raise
             problem = f"they were more than {MAX_STALENESS_S:g} s behind"  # the call was cancelled
         except Exception:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from baton.common.request.request_spec import RequestSpec
 from baton.v1 import worker_pb2
+from router.fleet.fading import FadingShare, FadingSum
 from router.routing.candidate import Candidate
 
 __all__ = ["ReplicaLoad", "ReplicaLoads"]
@@ -35,7 +36,7 @@ shows (docs/adr/0082-router-details.md)."""
 _DEFAULT_LOAD_BYTES_PER_S = 1e9
 """Assumed until a worker has measured its loads: the speed of a common network."""
 _HIT_MEMORY_S = 60.0
-"""Look-ups count for about so long in the hit rate."""
+"""Look-ups count for about so long in the hit rate, and computed tokens in the recent work."""
 
 
 @dataclass(slots=True)
@@ -114,8 +115,8 @@ class ReplicaLoad:
         self._on_way: dict[int, _Dispatch] = {}
         self._live_sum, self._on_way_sum = _Sum(), _Sum()
         self._next_deadline = math.inf
-        self._hits = _FadingShare()
-        self._computed = _FadingSum()
+        self._hits = FadingShare(_HIT_MEMORY_S)
+        self._computed = FadingSum(_HIT_MEMORY_S)
         self._candidate: Candidate | None = None  # made again after each change
 
     def take(self, report: worker_pb2.WorkerLoad) -> None:
@@ -307,51 +308,6 @@ class ReplicaLoads:
         if load is None:
             load = self._loads[info.worker_id] = ReplicaLoad(info, address)
         return load
-
-
-class _FadingShare:
-    """The share of one count in another, both since a worker's start, of late."""
-
-    def __init__(self) -> None:
-        self._part = self._whole = 0.0
-        self._last = (0, 0)
-        self._last_at = 0.0
-        self._share = 0.0
-
-    def add(self, part: int, whole: int, now: float) -> float:
-        """Takes the counts of now; returns the share. It stays as it was while nothing counts."""
-        new_part, new_whole = part - self._last[0], whole - self._last[1]
-        if new_whole > 0:
-            kept = math.exp((self._last_at - now) / _HIT_MEMORY_S)
-            self._part = self._part * kept + new_part
-            self._whole = self._whole * kept + new_whole
-            self._share = self._part / self._whole
-            self._last_at, self._last = now, (part, whole)
-        return self._share
-
-
-class _FadingSum:
-    """How much a count of a worker has grown since this router heard of it, where recent growth
-    weighs more. What the worker did before may be of hours, and says nothing of late.
-
-    Attributes:
-        order: the sum's logarithm, plus what every sum fades by until it is read. So the orders of
-            several sums compare as the sums do, whenever each was changed.
-    """
-
-    def __init__(self) -> None:
-        self.order = -math.inf
-        self._last: int | None = None
-
-    def add(self, count: int, now: float) -> None:
-        """Takes the count of now. A lower one is late: a worker of both roles sends two reports."""
-        growth = 0 if self._last is None else count - self._last
-        if growth >= 0:
-            self._last = count
-        if growth > 0:
-            added = math.log(growth) + now / _HIT_MEMORY_S
-            low, high = sorted((self.order, added))
-            self.order = high + math.log1p(math.exp(low - high))
 
 
 def _has_grammar(spec: RequestSpec) -> bool:

@@ -9,6 +9,7 @@ import grpc
 from baton.common.errors import UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
+from rpc.cancellation import is_task_cancelled
 from rpc.errors import from_rpc_error
 
 __all__ = ["WorkerCalls"]
@@ -29,8 +30,7 @@ def _typed_errors() -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_task_cancelled():
             raise
         raise UnavailableError("the worker was lost") from None
 

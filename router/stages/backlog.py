@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from baton.common.errors import Reason, ResourceExhaustedError
 from baton.common.request.slo import NO_SLO, TPOT_HEADER, TTFT_HEADER, Slo
+from router.fleet.fading import FadingMean
 from router.fleet.fair_shares import Share
-from router.stages.fading_mean import MEMORY_S, FadingMean
 from router.stages.waiting_counts import WaitingCounts
 
 __all__ = ["REFUSALS", "Backlog", "Place"]
@@ -29,6 +29,8 @@ REFUSALS: Mapping[str, str] = {
 }
 """Names of refusals in metrics, by their reasons."""
 
+_MEMORY_S = 2.0
+"""How long a request counts: its weight falls to 1/e in this time."""
 _SAFETY = 1.2
 """Estimates are multiplied by it, and the part of them for which requests wait to begin counts
 twice, as it is known least exactly. Without a client's deadline nobody would be late: the plain
@@ -112,12 +114,12 @@ class Backlog:
         self._begun: Counter[int] = Counter()  # by priority
         self._waiting = WaitingCounts()
         self._grammars = OrderedDict.fromkeys([b""])  # with which requests have begun
-        self._first_s = FadingMean()
-        self._start_s = FadingMean()  # from the start on a replica to the first token
-        self._wait_s = FadingMean()
-        self._ahead = FadingMean()
-        self._token_s = FadingMean()
-        self._num_tokens = FadingMean()
+        self._first_s = FadingMean(_MEMORY_S)
+        self._start_s = FadingMean(_MEMORY_S)  # from the start on a replica to the first token
+        self._wait_s = FadingMean(_MEMORY_S)
+        self._ahead = FadingMean(_MEMORY_S)
+        self._token_s = FadingMean(_MEMORY_S)
+        self._num_tokens = FadingMean(_MEMORY_S)
         self._next_return_at = -math.inf
 
     @contextmanager
@@ -391,5 +393,5 @@ class Backlog:
         """The weight of what was heard of last: less and less if that is long ago, as nothing is
         heard any more if all are refused.
         """
-        silence_s = self._clock() - heard_at - MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
-        return math.exp(-max(silence_s, 0.0) / MEMORY_S)
+        silence_s = self._clock() - heard_at - _MEMORY_S - min(usual_s, _MAX_PATIENCE_S)
+        return math.exp(-max(silence_s, 0.0) / _MEMORY_S)

@@ -239,6 +239,14 @@ def test_a_wait_for_a_turn_ends_when_the_engine_is_woken(make, tmp_path):
     assert is_held(tmp_path / "turn")
 
 
+def test_a_wait_for_a_turn_ends_after_its_time(make, tmp_path):
+    turns, other = make(), make()
+    with other.wait_for_turn():
+        assert not turns.take(threading.Event(), 0.01)
+        assert not is_held(tmp_path / "next")
+    assert turns.take(threading.Event(), 0.0), "nobody is in the way"
+
+
 def test_a_turn_that_fails_ends(make, tmp_path):
     turns = make()
 

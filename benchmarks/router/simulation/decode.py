@@ -112,9 +112,9 @@ class SimulatedDecode(SimulatedReplica):
         if not sequence.is_local:
             return num_missing * machine.kv_bytes_per_token / machine.load_bytes_per_s
         request.cached_tokens = cached_tokens
-        compute_s = machine.prompt_s + num_missing * machine.prompt_token_s
-        self._pause(compute_s)
-        return compute_s
+        self._pause(machine.prompt_s + num_missing * machine.prompt_token_s)
+        # Prompts that came before it are computed first.
+        return self._updated_at - self._loop.time()
 
     def _join(self, sequence: _Sequence) -> None:
         del self._loading[sequence]

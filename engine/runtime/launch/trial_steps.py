@@ -74,6 +74,7 @@ class TrialSteps:
             num_tokens = min(_WARM_UP_TOKENS, self._config.max_step_tokens)
             self.run(num_tokens, min(2, self._config.max_running))
             return None
+        gc.collect()  # of earlier steps, whose memory would count beside that of this one
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self.run(self._config.max_step_tokens, self._config.max_running, uses_all_memory=True)

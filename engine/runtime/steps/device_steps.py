@@ -47,10 +47,9 @@ _WARM_UP_DRAWS = (
     DrawParams(SamplingParams(top_k=50, top_p=0.9), seed=0),
 )
 
-_logger = logging.getLogger("baton.engine")
-
-
 _NO_DRAWS = np.zeros((2, 0), np.int64)
+
+_logger = logging.getLogger("baton.engine")
 
 
 class DeviceSteps(Steps):

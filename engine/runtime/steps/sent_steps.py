@@ -166,22 +166,22 @@ class BegunStep:
     def of(
         cls,
         batch: ScheduledBatch,
-        own: StepShape,
+        shape: StepShape,
         captured: StepShape | None,
         num_decodes: int,
         draw_inputs: torch.Tensor,
         single: torch.Tensor,
     ) -> "BegunStep":
-        """Returns the step of a batch whose sizes are `own`."""
+        """Returns the step of a batch with the sizes `shape`, padded to `captured` unless None."""
         return cls(
             number=batch.step,
             decode_rows=batch.decode_rows,
-            shape=captured or own,
+            shape=captured or shape,
             is_captured=captured is not None,
-            num_tokens=own.num_tokens,
-            num_logit_rows=own.num_logit_rows,
-            decode_tokens=slice(own.num_tokens - num_decodes, own.num_tokens),
-            decode_seqs=slice(own.num_seqs - num_decodes, own.num_seqs),
+            num_tokens=shape.num_tokens,
+            num_logit_rows=shape.num_logit_rows,
+            decode_tokens=slice(shape.num_tokens - num_decodes, shape.num_tokens),
+            decode_seqs=slice(shape.num_seqs - num_decodes, shape.num_seqs),
             draw_inputs=draw_inputs,
             single=single,
         )

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -82,21 +82,22 @@ def new_agent(
     if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
         raise TimeoutError("other connections that are being made took the time")
     try:
-        for number in range(1, _MAX_TRIES + 1):
-            with _resting_threads(nixl):
-                agent = nixl.nixl_agent(name, config)
-            try:
-                agent.create_backend("UCX", {"engine_config": _UCX})
-            except Exception as error:  # nixl's errors have no base of their own
-                if number == _MAX_TRIES:
-                    raise ConfigurationError(
-                        f"nixl: UCX does not start ({error}); {ucx_advice()}"
-                    ) from error
-                time.sleep(_RETRY_S)
-            else:
-                break
+        for _ in range(_MAX_TRIES - 1):
+            with suppress(ConfigurationError):
+                return _make_agent(nixl, name, config)
+            time.sleep(_RETRY_S)
+        return _make_agent(nixl, name, config)
     finally:
         _creating.release()
+
+
+def _make_agent(nixl: ModuleType, name: str, config: Any) -> Any:
+    with _resting_threads(nixl):
+        agent = nixl.nixl_agent(name, config)
+    try:
+        agent.create_backend("UCX", {"engine_config": _UCX})
+    except Exception as error:  # nixl's errors have no base of their own
+        raise ConfigurationError(f"nixl: UCX does not start ({error}); {ucx_advice()}") from error
     return agent
 
 

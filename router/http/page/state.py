@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -100,13 +100,15 @@ class PageState:
         interval_s = _INTERVAL_S + num_replicas * _INTERVAL_PER_REPLICA_S
         self._interval_s = max(_MIN_INTERVAL_S, interval_s)
         num_hidden = _hide_replicas(cluster)
+        replicas = await _fields_of_each(cluster.replicas)
+        cluster.ClearField("replicas")
         return {
             "time_s": time.time(),
             "interval_s": self._interval_s,
-            "cluster": _fields(cluster),
+            "cluster": {**_fields(cluster), "replicas": replicas},
             "num_hidden_replicas": num_hidden,
-            "recent": _trace_fields(latest_traces),
-            "slowest": _trace_fields(slowest_traces),
+            "recent": await _trace_fields(latest_traces),
+            "slowest": await _trace_fields(slowest_traces),
             "prefix_index": self._prefix_index(),
             "configuration": {"router": self._flags, "workers": self._workers()},
         }
@@ -135,6 +137,17 @@ def _fields(message: Any) -> dict[str, Any]:
     return MessageToDict(message, preserving_proto_field_name=True)
 
 
+async def _fields_of_each(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """The fields of messages. Streams get their tokens between two of them, as a few hundred take
+    as long as several steps of decode.
+    """
+    fields = []
+    for message in messages:
+        fields.append(_fields(message))
+        await asyncio.sleep(0)
+    return fields
+
+
 def _hide_replicas(cluster: cluster_pb2.GetClusterResponse) -> int:
     """Leaves the first replicas, and those that cannot be used before others; returns how many are
     taken out.
@@ -151,11 +164,11 @@ def _hide_replicas(cluster: cluster_pb2.GetClusterResponse) -> int:
     return num_hidden
 
 
-def _trace_fields(response: cluster_pb2.GetTraceResponse) -> list[dict[str, Any]]:
+async def _trace_fields(response: cluster_pb2.GetTraceResponse) -> list[dict[str, Any]]:
     for trace in response.traces:
         del trace.stages[_MAX_STAGES:]
         del trace.choices[_MAX_CHOICES:]
-    return [_fields(trace) for trace in response.traces]
+    return await _fields_of_each(response.traces)
 
 
 def _flags(config: RouterConfig) -> Iterator[str]:

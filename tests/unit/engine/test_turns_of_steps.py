@@ -1,5 +1,9 @@
 """An engine waits for its turn before it schedules a step, and does all else meanwhile."""
 
+import math
+import threading
+import time
+
 import pytest
 
 from engine.batch import ScheduledBatch
@@ -100,6 +104,29 @@ def test_an_engine_with_nothing_to_compute_does_not_wait_for_a_turn(decode: Engi
     decode.step()
     assert decode.core.is_stalled, "until the load ends"
     assert decode.turns.is_held
+
+
+def test_an_engine_waits_for_its_turn_until_a_deadline_at_most(decode: Engine) -> None:
+    late = request("short", 3, deadline=time.monotonic() + 30)
+    decode.outputs += decode.core.scheduler.add(late)
+    decode.turns.is_held = True
+    decode.turns.in_waits = [lambda: None]
+    assert decode.step() is None
+    (timeout_s,) = decode.turns.timeouts_s
+    assert 0 < timeout_s <= 30
+
+
+def test_an_interrupt_ends_a_turn_that_was_just_taken(decode: Engine) -> None:
+    class InterruptedTurns(HeldTurns):
+        def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
+            super().take(woken, timeout_s)
+            raise KeyboardInterrupt
+
+    decode.turns = decode.runner.turns = InterruptedTurns()
+    decode.add("short", 3)
+    with pytest.raises(KeyboardInterrupt):
+        decode.step()
+    assert not decode.turns.is_taken
 
 
 def test_a_step_that_fails_ends_its_turn(decode: Engine) -> None:

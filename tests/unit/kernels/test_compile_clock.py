@@ -1,5 +1,7 @@
 """How long kernels were compiled: one after the other, side by side, failed, for ever."""
 
+from itertools import count
+
 import pytest
 from triton import knobs
 
@@ -7,9 +9,15 @@ from kernels.triton.compile_clock import CompileClock, compile_clock
 
 
 class Time:
+    """A clock whose calls come from one thread after the other, unless a test sets `thread`."""
+
     def __init__(self):
         self.now = 50.0
-        self.clock = CompileClock(lambda: self.now)
+        self.thread = None
+        threads = count()
+        self.clock = CompileClock(
+            lambda: self.now, lambda: next(threads) if self.thread is None else self.thread
+        )
 
     def after(self, seconds):
         self.now += seconds
@@ -47,6 +55,33 @@ def test_one_that_never_ends_counts_for_two_minutes(time):
     assert time.after(5.0).read_s() == 125.0
     time.clock.end("next")
     assert time.after(1000.0).read_s() == 125.0
+
+
+def test_one_that_fails_counts_until_its_thread_goes_on(time):
+    time.thread = 1
+    time.clock.begin("fails")
+    time.thread = 2
+    assert time.after(1.0).read_s() == 1.0, "it may still be compiled"
+    time.thread = 1
+    assert time.after(1.0).read_s() == 2.0
+    assert time.after(10.0).read_s() == 2.0
+    time.clock.begin("fails")
+    time.after(1.0).begin("next")  # the retry has failed, too
+    time.after(1.0).end("next")
+    assert time.after(10.0).read_s() == 4.0
+
+
+def test_one_that_fails_beside_another_ends_alone(time):
+    time.thread = 1
+    time.clock.begin("fails")
+    time.thread = 2
+    time.after(1.0).begin("long")
+    time.thread = 1
+    assert time.after(1.0).read_s() == 2.0
+    assert time.after(1.0).read_s() == 3.0, "the other one is still compiled"
+    time.thread = 2
+    time.after(1.0).end("long")
+    assert time.after(10.0).read_s() == 4.0
 
 
 def test_an_unknown_kernel_ends_nothing(time):

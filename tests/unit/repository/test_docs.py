@@ -12,7 +12,7 @@ from router.config.router import add_args, router_config_from_args
 from router.config.tenants import TenantsConfig
 from router.http.app import build_app
 from router.tenants.tenants import Tenants
-from scripts import generate_configuration
+from scripts import environment_variables, generate_configuration
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -48,7 +48,7 @@ def test_every_environment_variable_is_documented():
     used = {name for path in source_files() for name in VARIABLE.findall(path.read_text())}
     declared = {
         name
-        for variable in generate_configuration.VARIABLES
+        for variable in environment_variables.VARIABLES
         for name in variable.name.split(", ")
         if name.startswith("BATON_")
     }

@@ -241,13 +241,37 @@ logging.getLogger("baton.test").info("read again")
         try:
             readable, _, _ = select.select([process.stdout], [], [], 60)
             assert readable, "it waits for a reader"
+            held = os.read(process.stderr.fileno(), 1 << 20)  # all that the pipe holds
             _, log = process.communicate("\n", timeout=60)
         finally:
             process.kill()
-    lines = log.splitlines()
+    lines = (held.decode() + log).splitlines()
     assert "line 0 " in lines[0]
     assert any("lines of the log were lost: the reader is too slow" in line for line in lines)
     assert lines[-1].endswith("read again")
+
+
+def test_a_reader_that_is_a_little_late_each_time_is_not_waited_for_each_time(monkeypatch):
+    waited_ms: list[float] = []
+
+    class LateReader:
+        """A poll of a pipe that has room after 10 ms."""
+
+        def register(self, descriptor, events):
+            pass
+
+        def poll(self, timeout_ms):
+            waited_ms.append(min(timeout_ms, 10.0))
+            return [(0, select.POLLOUT)] if timeout_ms >= 10.0 else []
+
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w") as file:
+        stream = LogStream(file, str, lambda: sum(waited_ms) / 1000)
+        with monkeypatch.context() as patched:
+            patched.setattr(select, "poll", LateReader)
+            for _ in range(100):
+                stream.write("line\n")
+    assert sum(waited_ms) < 51.0
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

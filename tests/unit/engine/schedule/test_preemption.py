@@ -105,7 +105,7 @@ def test_auto_mode_chooses_the_quicker_way(block_s: float, swaps: bool) -> None:
         num_blocks=5, num_host_blocks=8, preemption_mode="auto", enable_prefix_caching=False
     )
     costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=block_s)
-    driven.scheduler._preemption._costs = costs
+    driven.scheduler._parts.preemption._costs = costs
     driven.add(request("a", 7, max_tokens=9), request("b", 8, max_tokens=9))
     step_until_preempted(driven)
 

@@ -445,6 +445,24 @@ def test_no_load_uses_blocks_of_a_step_in_flight() -> None:
     assert len(load.block_ids) == 3
 
 
+def test_no_load_takes_blocks_that_a_running_group_waits_for() -> None:
+    driven = decode_engine(num_blocks=8)
+    driven.add(handed_over("gone"))
+    driven.step()
+    (load,) = driven.work().loads
+    driven.scheduler.abort(["gone"])  # three blocks are held until its load ends
+    driven.add(replace(request("a", 8, n=2, max_tokens=16), skips_lookup=True))
+    driven.step()
+    while driven.shares:
+        driven.step()
+    driven.add(handed_over("b", 6))
+    driven.end_load(load, (1,) * 10)
+    driven.scheduler.start_loads()
+    assert not driven.work().loads
+    driven.step()
+    assert driven.shares == {"a": 2}
+
+
 def test_a_load_in_doubt_is_computed_at_once_and_its_blocks_stay_held() -> None:
     driven = decode_engine()
     driven.add(handed_over("a", max_tokens=3))

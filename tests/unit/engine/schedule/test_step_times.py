@@ -120,6 +120,23 @@ def test_the_wish_of_an_engine_that_waits_for_its_turn_bounds_others_steps() -> 
     assert off.budget(0) == NO_BOUND
 
 
+def test_the_wish_of_streams_is_there_whenever_another_thread_reads_it() -> None:
+    wishes: list[TurnWish | None] = []
+
+    class ReadTurns(NoTurns):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            wishes.append(self.wish)
+
+    turns = ReadTurns()
+    times = StepTimes(fake_config(max_step_ms="auto"), StepCosts(MS, 0.0), lambda: 0.0, turns)
+    wishes.clear()
+    for _ in range(2):
+        times.prompt_budget(1, 1, lambda limit: 0)
+    assert None not in wishes
+    assert len(wishes) == 2
+
+
 def test_requests_that_will_decode_elsewhere_lengthen_the_turns_that_others_bear_there() -> None:
     """As if they waited where the streams are, up to the seats there."""
     prompts, streams = Device(0.0, MS), Device(0.0, MS)

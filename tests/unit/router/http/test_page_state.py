@@ -83,6 +83,22 @@ async def test_many_replicas_are_asked_less_often_and_bad_ones_are_shown_first()
     assert answer["interval_s"] >= 10
 
 
+async def test_a_look_at_many_replicas_leaves_the_event_loop_to_others_in_between():
+    num_turns = 0
+
+    async def take_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(take_turns())
+    replicas = [cluster_pb2.ReplicaStatus(address=str(number)) for number in range(100)]
+    answer = await read(page_state(Operators(*replicas)))
+    others.cancel()
+    assert num_turns >= len(answer["cluster"]["replicas"]) == len(replicas)
+
+
 async def test_records_are_the_latest_and_the_slowest_and_bounded():
     operators = Operators()
     answer = await read(page_state(operators))

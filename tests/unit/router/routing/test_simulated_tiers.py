@@ -203,3 +203,20 @@ def test_a_burst_with_a_common_prefix_spreads_over_prefill_replicas():
     counts = Counter(each.prefill.worker_id for each in placed)
     assert len(counts) == 4
     assert max(counts.values()) < 1.3 * min(counts.values())
+
+
+def test_prompts_that_one_decode_replica_computes_itself_follow_one_another():
+    async def run():
+        cluster = SimulatedCluster([QUICK], [DECODE])
+        policy = make_policy("prefix", PolicySettings())
+        router = SimulatedRouter(policy, cluster.prefill, cluster.decode, 10**6)
+        cluster.start([router])
+        await asyncio.sleep(0.01)  # the first reports
+        requests = [request_of(name, 100) for name in "ab"]
+        for request in requests:
+            request.arrival_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*map(router.serve, requests))
+        return [request.first_token_s for request in requests]
+
+    first_s, second_s = run_in_virtual_time(run())
+    assert second_s - first_s == pytest.approx(1601 * DECODE.prompt_token_s)
