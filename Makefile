@@ -15,9 +15,11 @@ VENV := .venv
 INTEGRATIONS := .venv-integrations
 BIN := $(VENV)/bin
 GPU_PYTHON = $(or $(PYTHON),python3)
+# A link or an anchor that leads nowhere is an error.
+BUILD_SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up chat test test-slow gpu-first lint type proto docs bench bench-record check clean
+.PHONY: help run up chat test test-slow gpu-first lint type proto docs site bench bench-record check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +52,7 @@ lint: $(VENV)/.dev ## check style, layers, protos, generated files and Dockerfil
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python -m scripts.generate_configuration --check
 	$(BIN)/hadolint Dockerfile scripts/containers/redis/Dockerfile
+	$(BUILD_SITE)
 
 type: $(VENV)/.dev ## check types
 	$(BIN)/mypy
@@ -59,6 +62,9 @@ proto: $(VENV)/.dev ## generate baton/v1 from protos/
 
 docs: $(VENV)/.dev ## generate docs/configuration.md from the commands' flags
 	$(BIN)/python -m scripts.generate_configuration
+
+site: $(VENV)/.dev ## build the documentation's site in build/site
+	$(BUILD_SITE)
 
 bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:50051", ARGS=--help
 	$(BIN)/baton bench $(ARGS)

@@ -10,9 +10,11 @@ from typing_extensions import override
 
 from kernels.block_rows import BlockRows
 from kernels.formats import WeightFormat
+from kernels.layer_kinds import NormKind
 
 __all__ = [
     "DenseWeight",
+    "InputNorm",
     "QuantizedForm",
     "RowsOfWeight",
     "SegmentedWeight",
@@ -33,6 +35,21 @@ class WeightUse(Enum):
     """`linear_gated`: the rows are two halves, gate and up."""
     LOOKUP = "lookup"
     """`embed` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputNorm:
+    """A root-mean-square norm of a linear layer's inputs; see `kernels.rms_norm`.
+
+    Attributes:
+        weight: `[num_columns]`.
+        eps: added to the mean of squares.
+        kind: where the result is rounded, and whether 1 is added to the weight.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    kind: NormKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """`ChatService`: answers chats over a model's pipeline. Every chat protocol uses it."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from baton.common.request.answer import (
     TokenCounts,
     stated_stop,
 )
+from baton.common.request.generation import GenerationRequest
 from baton.common.request.request_spec import ReasoningStart
 from baton.common.request.structured_outputs import StructuredOutputs
 from router.chat.call_forms import form_or_calls, strict_calls
@@ -57,16 +58,28 @@ class ChatService:
         args = self._model, request, prompt
         has_tools = bool(request.conversation.tools)
         answers = await asyncio.to_thread(_Answers, *args) if has_tools else _Answers(*args)
-        stated = answers.params
-        if "max_tokens" not in stated and "max_tokens" not in self._model.default_params:
-            stated = {**stated, "max_tokens": None}  # an answer may be as long as fits
-        completion = self._model.completion_of(request, prompt, stated)
+        completion = self._completion_of(request, prompt, answers.params)
         async with self._model.outputs(completion, timeout_s, "chat") as outputs:
             async for output in outputs:
                 answers.divide(output)
                 if output.usage is not None:
                     await answers.count_reasoning(output.usage)
                 yield output
+
+    async def prompt_of(self, request: ChatRequest) -> GenerationRequest:
+        """The request for the completion that answers a chat, without what parsers of the answer
+        add to its parameters; errors are those of `stream`.
+        """
+        request = _without_unused_tools(request)
+        prompt = await self._model.chat.render(request.conversation)
+        return self._completion_of(request, prompt, request.params)
+
+    def _completion_of(
+        self, request: ChatRequest, prompt: str, stated: Mapping[str, Any]
+    ) -> GenerationRequest:
+        if "max_tokens" not in stated and "max_tokens" not in self._model.default_params:
+            stated = {**stated, "max_tokens": None}  # an answer may be as long as fits
+        return self._model.completion_of(request, prompt, stated)
 
     async def count_tokens(self, conversation: Conversation) -> int:
         """The number of tokens of a chat's prompt.

@@ -99,6 +99,7 @@ class Model:
         default_max_tokens: the most tokens of a request that states no number and is no chat.
         chat: its chat template and parsers.
         fleet: its replicas.
+        picking: chooses replicas for requests that other routers run.
 
     Raises:
         ConfigurationError: a target is malformed, a parser is unknown, or the tags of the
@@ -158,6 +159,7 @@ class Model:
             pace,
             log,
         )
+        self.picking = self._pipeline.picking
 
     @property
     def name(self) -> str:

@@ -67,8 +67,18 @@ class RouterSecurity:
             self._authorize_operator(host, verifies_certificates=is_required),
             authorize_tenants(self.tenants),
         )
+        return self._access(authorize)
+
+    def proxy_access(self) -> ServerAccess:
+        """The same for a port on which proxies ask: they show no credential but a certificate, if
+        the router wants one of its clients.
+        """
+        return self._access(_authorize_all)
+
+    def _access(self, authorize: Authorize) -> ServerAccess:
         if self.certificates is None:
             return ServerAccess(authorize=authorize)
+        is_required = self._verify_mode == ssl.CERT_REQUIRED
         return ServerAccess(
             authorize=_not_revoked(self.certificates, authorize) if is_required else authorize,
             credentials=self.certificates.server_credentials(verifies_clients=is_required),

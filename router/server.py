@@ -67,7 +67,7 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 
 _LOGGER = logging.getLogger("baton.router")
-_HTTP_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
+_STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
 _MAX_REPLICA_WAIT_S = 2.0
 
@@ -104,7 +104,7 @@ class RouterService(Service):
         metrics: RouterMetrics | None = None,
         link: ProcessLink | None = None,
     ) -> None:
-        self._server = server
+        self._servers = [server]
         self._security = security
         self._link = link
         accounts = None if link is None else link.accounts
@@ -170,9 +170,16 @@ class RouterService(Service):
         self.http: HttpServer | None = None
         if config.http.port is not None:
             self.http = _http_server(self, config, security, link)
+        if config.picker.endpoint_picker_port is not None:
+            # Imported here, as HTTP is: it reads the bodies of HTTP requests.
+            from router.endpoint_picker.service import PickerService
+
+            shares_port = link is not None
+            picker = PickerService(config, self.models, security, shares_port=shares_port)
+            self._servers.append(picker.server)
 
     async def start_http(self) -> None:
-        """Begins to answer HTTP and to serve metrics, if the config has ports for them. A process
+        """Begins to answer HTTP, proxies and readers of metrics, if the config has ports. A process
         that shares its ports takes its first calls now, over gRPC too, and answers the others.
 
         Raises:
@@ -181,7 +188,9 @@ class RouterService(Service):
         self._open.enter_context(self._metrics_port)
         if self._link is not None:
             await self._wait_for_replicas()
-            await self._server.listen()
+        # The first one has listened since the start, unless its port is shared.
+        for server in self._servers[self._link is None :]:
+            await server.listen()
         if self.http is not None:
             await self.http.start()
         if self._link is not None:
@@ -212,6 +221,8 @@ class RouterService(Service):
 
     @override
     def announce_stop(self) -> None:
+        for server in self._servers:
+            server.begin_stop()
         if self.http is not None:
             self.http.announce_stop()
 
@@ -220,7 +231,7 @@ class RouterService(Service):
         """Closes the ports, so that clients go to other routers, and waits for the calls and
         requests that have come.
         """
-        await self._server.refuse_new()
+        await asyncio.gather(*(server.refuse_new() for server in self._servers))
         if self.http is not None:
             self.http.begin_drain()
         for _ in range(math.ceil(timeout_s / _POLL_S)):
@@ -233,12 +244,15 @@ class RouterService(Service):
     @property
     def _num_open(self) -> int:
         """How many calls and requests of clients are under way."""
-        return self._server.num_calls + (0 if self.http is None else self.http.num_requests)
+        num_calls = sum(server.num_calls for server in self._servers)
+        return num_calls + (0 if self.http is None else self.http.num_requests)
 
     @override
     async def close(self) -> None:
         if self.http is not None:
-            await self.http.stop(_HTTP_STOP_GRACE_S)
+            await self.http.stop(_STOP_GRACE_S)
+        for server in self._servers[1:]:  # the first one is stopped by `rpc.server`
+            await server.stop(_STOP_GRACE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._open.close)
@@ -250,7 +264,8 @@ class RouterService(Service):
 
     async def _follow_health(self, model: Model) -> None:
         while True:
-            self._server.set_serving(self.models.can_serve)
+            for server in self._servers:
+                server.set_serving(self.models.can_serve)
             await model.fleet.wait_for_change()
 
 

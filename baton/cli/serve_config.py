@@ -11,6 +11,7 @@ from baton.up.gpus import default_workers, visible_gpus
 from baton.up.plan import ClusterConfig, RayTiers, worker_targets
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from router.config.endpoint_picker import EndpointPickerConfig
 from router.config.processes import check_processes
 from router.config.router import add_args as add_router_args
 from router.config.router import router_config_from_args
@@ -34,6 +35,7 @@ _NOT_ROUTER = (
     *("prefill", "decode", "models", "shutdown_delay_s"),
     *("token_file", "identities", "server_name"),
     *(field.name for field in fields(WorkerTlsConfig)),
+    *(field.name for field in fields(EndpointPickerConfig)),
 )
 """Fields of the router's configs that the command sets."""
 _PLAIN_WORKERS = WorkerTlsConfig(cluster_ssl_ca_certs=PLAIN_CALLS)

@@ -286,7 +286,9 @@ def _row(replica: _Replica, rates: _Rates, columns: Sequence[_Column], address_c
         f"{_STATES.get(replica.state, '?'):<{_STATE_CHARS}}"
     )
     if replica.state == cluster_pb2.REPLICA_STATE_LOST:
-        return Line(start + _head(replica.problem, 200), Style.BAD)
+        # The cause is at the end of gRPC's messages.
+        reason = end_of(replica.problem, sum(column.chars for column in columns))
+        return Line(start + reason, Style.BAD)
     cells = (f"{column.show(replica, rates):>{column.chars}}" for column in columns)
     return Line(start + "".join(cells))
 

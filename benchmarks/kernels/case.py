@@ -180,6 +180,7 @@ class Sizes:
 
     Attributes:
         product_rows: rows of products.
+        few_rows: those whose products two kernels can compute, which are measured with either.
         hidden_rows: rows of hidden states, for norms and look-ups.
         sequences: rows of logits, of which the head computes no more.
         drawn: rows that draw.
@@ -191,6 +192,7 @@ class Sizes:
     """
 
     product_rows: Sequence[int]
+    few_rows: Sequence[int]
     hidden_rows: Sequence[int]
     sequences: Sequence[int]
     drawn: Sequence[int]
@@ -205,6 +207,7 @@ SIZES: Mapping[str, Sizes] = MappingProxyType(
     {
         "cpu": Sizes(
             product_rows=(1, 4, 16, 48, 128, 512),
+            few_rows=(),
             hidden_rows=(1, 16, 512),
             sequences=(1, 16, 48),
             drawn=(1, 32),  # in torch, more would take seconds
@@ -216,6 +219,7 @@ SIZES: Mapping[str, Sizes] = MappingProxyType(
         ),
         "cuda": Sizes(
             product_rows=(1, 8, 16, 32, 64, 256, 8192),
+            few_rows=(1, 8, 16),
             hidden_rows=(1, 256, 8192),
             sequences=(1, 64, 256),
             drawn=(1, 256),

@@ -4,8 +4,8 @@ Weights and the inputs of what multiplies no matrix are read from memory; rows a
 products are in cache.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -62,7 +62,7 @@ def linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Itera
         for num_rows in sizes.product_rows:
             if layer.is_head and num_rows > max(sizes.sequences):
                 continue
-            yield Case(
+            case = Case(
                 "linear",
                 f"{layer.what} {layer.num_outputs} x {layer.num_inputs}",
                 rows_in_words(num_rows),
@@ -70,13 +70,16 @@ def linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Itera
                 layer.num_inputs,
                 partial(_linear_calls, layer, num_rows),
             )
+            yield case
+            if num_rows in sizes.few_rows and not layer.is_head:
+                yield _by_library(case)
 
 
 def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) -> Iterator[Case]:
     """The gated layer, from one row to a chunk of a prompt."""
     num_outputs, num_inputs = 2 * shape.num_gated, shape.width
     for num_rows in sizes.product_rows:
-        yield Case(
+        case = Case(
             "linear_gated",
             f"gate, up {num_outputs} x {num_inputs}",
             rows_in_words(num_rows),
@@ -84,6 +87,31 @@ def gated_linear_cases(shape: DecoderShape, dtype: torch.dtype, sizes: Sizes) ->
             num_inputs,
             partial(_gated_calls, num_outputs, num_inputs, num_rows),
         )
+        yield case
+        if num_rows in sizes.few_rows:
+            yield _by_library(case)
+
+
+def _by_library(case: Case) -> Case:
+    """Returns the same case by cuBLAS, whatever the device's launch table says."""
+    make_calls = partial(_library_calls, case.make_calls)
+    return replace(case, what=f"{case.what}, cuBLAS", make_calls=make_calls)
+
+
+def _library_calls(
+    make_calls: Callable[[Numbers, int], Sequence[Call]], numbers: Numbers, num_copies: int
+) -> Sequence[Call]:
+    return [partial(_run_library, call, numbers) for call in make_calls(numbers, num_copies)]
+
+
+def _run_library(call: Call, numbers: Numbers) -> Result:
+    # Not on a CPU, which may have no Triton.
+    from kernels.triton.launch import launch_table, replaced_launch_table
+
+    table = launch_table(numbers.device)
+    mechanisms = replace(table.mechanisms, few_row_products=False)
+    with replaced_launch_table(replace(table, mechanisms=mechanisms)):
+        return call()
 
 
 def _layers(shape: DecoderShape) -> tuple[_ProductLayer, ...]:

@@ -109,20 +109,21 @@ class DecoderLayer(nn.Module):
             kv: the layer's KV cache.
         """
         output: torch.Tensor
-        normed = self.input_layernorm(hidden)
         if self._is_parallel:
+            normed = self.input_layernorm(hidden)
             rows = select_rows(normed if self._shares_norm else hidden, kv)
             rows = self.post_attention_layernorm(rows)  # attention may reuse the memory of `hidden`
             hidden = self.self_attn(normed, rotations, kv, residual=hidden)
             output = self.mlp(rows, residual=hidden)
             return output
         if not self._norms_outputs:
-            hidden = self.self_attn(normed, rotations, kv, residual=hidden)
-            output = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+            norms = self.input_layernorm, self.post_attention_layernorm
+            hidden = self.self_attn(hidden, rotations, kv, residual=hidden, norm=norms[0])
+            output = self.mlp(hidden, residual=hidden, norm=norms[1])
             return output
-        attended = self.self_attn(normed, rotations, kv)
+        attended = self.self_attn(hidden, rotations, kv, norm=self.input_layernorm)
         hidden = self.attention_post_norm(attended, residual=select_rows(hidden, kv))
-        output = self.mlp(self.post_attention_layernorm(hidden))
+        output = self.mlp(hidden, norm=self.post_attention_layernorm)
         output = self.mlp_post_norm(output, residual=hidden)
         return output
 
@@ -150,7 +151,10 @@ def new_norm(config: DecoderConfig, *, is_used: bool = True) -> nn.Module:
 
 
 class DecoderAttention(nn.Module):
-    """Attention with the projections before and after it; the arguments are the layer's."""
+    """Attention with the projections before and after it; the arguments are the layer's.
+
+    A norm that it is called with is applied to the inputs.
+    """
 
     def __init__(self, config: DecoderConfig, number: int, ranks: RankGroup | None) -> None:
         super().__init__()
@@ -194,9 +198,10 @@ class DecoderAttention(nn.Module):
         rotations: Sequence[Rotation],
         kv: LayerKv,
         residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> torch.Tensor:
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
-        return self._attend(self.qkv_proj(hidden), rotations, kv, residual)
+        return self._attend(self.qkv_proj(hidden, norm=norm), rotations, kv, residual)
 
     def _new_projection(self, in_features: int | Cut, *, bias: bool) -> FusedLinear:
         return FusedLinear(in_features, self._outputs, bias=bias, **self._storage)
@@ -308,7 +313,7 @@ def _by_head(config: DecoderConfig, ranks: RankGroup | None) -> Cut:
 
 
 class GatedMlp(nn.Module):
-    """The gated MLP; the arguments are the layer's."""
+    """The gated MLP; the arguments are the layer's, and a norm of the inputs."""
 
     def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
         super().__init__()
@@ -325,14 +330,19 @@ class GatedMlp(nn.Module):
             scale=config.residual_scale,
         )
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""
-        output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
+        output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden, norm), residual)
         return output
 
 
 class PlainMlp(nn.Module):
-    """The MLP without a gate; the arguments are the layer's."""
+    """The MLP without a gate; the arguments are those of `GatedMlp`."""
 
     def __init__(self, config: DecoderConfig, ranks: RankGroup | None) -> None:
         super().__init__()
@@ -342,7 +352,13 @@ class PlainMlp(nn.Module):
             size, config.hidden_size, bias=bias, ranks=ranks, scale=config.residual_scale
         )
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`."""
-        output: torch.Tensor = self.down_proj(self.up_proj(hidden), residual)
+        normed = hidden if norm is None else norm(hidden)
+        output: torch.Tensor = self.down_proj(self.up_proj(normed), residual)
         return output

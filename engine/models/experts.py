@@ -163,6 +163,7 @@ class SparseMlp(nn.Module):
         hidden: torch.Tensor,
         residual: torch.Tensor | None = None,
         unnormed: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> torch.Tensor:
         """Computes `[rows, hidden_size]` and adds `residual`.
 
@@ -170,7 +171,9 @@ class SparseMlp(nn.Module):
             hidden: the experts' inputs.
             residual: of the same shape.
             unnormed: inputs of a router with a norm, of the same shape.
+            norm: of the experts' inputs.
         """
+        hidden = hidden if norm is None else norm(hidden)
         if len(hidden) <= MAX_TOKENS_AT_ONCE:
             return self._mix(hidden, residual, unnormed)
         starts = range(0, len(hidden), MAX_TOKENS_AT_ONCE)

@@ -75,7 +75,7 @@ class EagleHead(_Head):
         config: DecoderConfig,
         *,
         has_bias: bool,
-        served_logits: Callable[[torch.Tensor], torch.Tensor],
+        served_logits: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> None:
         super().__init__(config)
         size = config.hidden_size
@@ -91,8 +91,8 @@ class EagleHead(_Head):
         return mixed
 
     @override
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._served_logits(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._served_logits(hidden, out)
 
 
 class Eagle3Head(_Head):
@@ -124,8 +124,8 @@ class Eagle3Head(_Head):
         return (("0", self.midlayer),)
 
     @override
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(self.norm(hidden))
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().logits(self.norm(hidden), out)
 
 
 class _MixingLayer(nn.Module):

@@ -192,7 +192,8 @@ class RecurrentLayer(nn.Module):
             state: the layer's states.
         """
         hidden = self.mixer(self.input_layernorm(hidden), state, hidden)
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+        norm = self.post_attention_layernorm
+        output: torch.Tensor = self.mlp(hidden, residual=hidden, norm=norm)
         return output
 
 

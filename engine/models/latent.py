@@ -131,11 +131,12 @@ class LatentAttention(nn.Module):
         rotations: Sequence[Rotation],
         kv: LayerKv,
         residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> torch.Tensor:
         """Computes `[num_tokens, hidden_size]`; returns the rows of the tokens in `kv.rows`."""
-        query, latent = torch.split(self.qkv_a_proj(hidden), self._widths, dim=1)
+        query, latent = torch.split(self.qkv_a_proj(hidden, norm=norm), self._widths, dim=1)
         if self._latent.query_rank is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query))
+            query = self.q_b_proj(query, norm=self.q_a_layernorm)
         query = kernels.rotate_and_write_latent(
             query.view(len(query), self._num_heads, self._latent.query_dim),
             latent,

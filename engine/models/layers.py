@@ -189,11 +189,15 @@ class CausalModel(nn.Module, ABC):
     def _normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the final norm."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Computes logits: `[rows, head_width]` to float32 `[rows, vocab_size]`.
 
         Only for the last stage. Ranks other than 0 return only those of their part of the
         vocabulary.
+
+        Args:
+            hidden: final hidden states.
+            out: contiguous memory for the result, which the caller owns.
         """
         head = self.lm_head or self.word_embedding
         assert head is not None, "only the last stage computes logits"
@@ -204,10 +208,12 @@ class CausalModel(nn.Module, ABC):
             out_dtype=torch.float32,
             scale=config.logit_scale,
             cap=config.logit_cap,
+            out=out if self.part.ranks is None else None,
         )
         if self.part.ranks is None:
             return logits
-        return kernels.gather_columns(logits, self.part.ranks, config.vocab_size)
+        gathered = kernels.gather_columns(logits, self.part.ranks, config.vocab_size)
+        return gathered if out is None else out.copy_(gathered)
 
     def checkpoint_tensors(self) -> dict[str, list[TensorPart]]:
         """Returns the parts of each tensor of a checkpoint that this rank has, by name."""

@@ -19,6 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 import kernels
+from engine.models.norms import split_norm
 from engine.models.tensor_parts import OrderedRows, StoredModule, TensorPart, transposed_parts
 from kernels import (
     Activation,
@@ -338,9 +339,17 @@ class FusedLinear(_JoinedLayers):
     ) -> None:
         super().__init__(in_features, parts, WeightUse.LINEAR, bias=bias, **storage)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps `[rows, in_features]` to the layers' outputs side by side, plus `residual`."""
-        return kernels.linear(hidden, self.weight, self.bias, residual)
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Maps `[rows, in_features]` to the layers' outputs side by side, plus `residual`; `norm`
+        is applied to the inputs.
+        """
+        hidden, of_inputs = split_norm(hidden, norm)
+        return kernels.linear(hidden, self.weight, self.bias, residual, norm=of_inputs)
 
 
 class TransposedFusedLinear(FusedLinear):
@@ -379,9 +388,12 @@ class GatedLinear(_JoinedLayers):
         super().__init__(in_features, parts, use, bias=bias, is_joined=is_joined)
         self._activation = activation
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Maps `[rows, in_features]` to `[rows, out_features]`."""
-        return kernels.linear_gated(hidden, self.weight, self.bias, self._activation)
+    def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        """Maps `[rows, in_features]` to `[rows, out_features]`; `norm` is applied to the inputs."""
+        hidden, of_inputs = split_norm(hidden, norm)
+        return kernels.linear_gated(
+            hidden, self.weight, self.bias, self._activation, norm=of_inputs
+        )
 
 
 def _as_cut(features: int | Cut) -> Cut:

@@ -8,9 +8,9 @@ from typing_extensions import override
 
 import kernels
 from engine.models.tensor_parts import StoredModule, TensorPart
-from kernels import Cut, NormKind, RankGroup
+from kernels import Cut, InputNorm, NormKind, RankGroup
 
-__all__ = ["LayerNorm", "RmsNorm"]
+__all__ = ["LayerNorm", "RmsNorm", "split_norm"]
 
 
 class RmsNorm(StoredModule):
@@ -45,6 +45,11 @@ class RmsNorm(StoredModule):
             assert residual is None
             return self._forward_part(hidden, self._ranks)
         return kernels.rms_norm(hidden, self.weight, self.eps, kind=self.kind, residual=residual)
+
+    @property
+    def of_inputs(self) -> InputNorm | None:
+        """The norm as part of a product of its results; None if ranks share the axis."""
+        return None if self._ranks is not None else InputNorm(self.weight, self.eps, self.kind)
 
     @override
     def checkpoint_tensors(self, path: str) -> Iterator[TensorPart]:
@@ -85,3 +90,18 @@ class LayerNorm(nn.Module):
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalizes `[..., size]`, and adds `residual`; returns the same shape."""
         return kernels.layer_norm(hidden, self.weight, self.bias, self.eps, residual=residual)
+
+
+def split_norm(
+    hidden: torch.Tensor, norm: nn.Module | None
+) -> tuple[torch.Tensor, InputNorm | None]:
+    """Returns a product's inputs, and the norm that is left to the product.
+
+    Args:
+        hidden: inputs of the norm.
+        norm: changes rows; None for none.
+    """
+    if norm is None:
+        return hidden, None
+    of_inputs = norm.of_inputs if isinstance(norm, RmsNorm) else None
+    return (norm(hidden) if of_inputs is None else hidden), of_inputs

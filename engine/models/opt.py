@@ -57,8 +57,8 @@ class Opt(CausalModel):
         return normed
 
     @override
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(self.project_out(hidden))
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().logits(self.project_out(hidden), out)
 
 
 class _Layer(nn.Module):

@@ -8,8 +8,8 @@ from kernels.layer_kinds import Activation
 from kernels.library import commands
 from kernels.native.ops import is_vector, residual_fields, residual_rows, rows_of, run_command
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, PanelWeight
-from kernels.native.pointwise import gate_rows
-from kernels.weights import SegmentedWeight, Weight, WeightStack, WeightUse
+from kernels.native.pointwise import gate_rows, rms_norm
+from kernels.weights import InputNorm, SegmentedWeight, Weight, WeightStack, WeightUse
 
 __all__ = ["head_linear", "linear", "linear_gated"]
 
@@ -25,13 +25,16 @@ def linear(
     activation: Activation | None = None,
     scale: float = 1.0,
     cap: float | None = None,
+    norm: InputNorm | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    rows = rows_of(hidden)
+    rows = _normed_rows(hidden, norm)
     shape = len(rows), weight.num_rows
     if residual is not None:
         residual = residual_rows(residual, rows.dtype, shape)
     assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
-    out = torch.empty(shape, dtype=out_dtype or rows.dtype)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or rows.dtype)
     if not isinstance(weight, SegmentedWeight):
         _linear(rows, weight, bias, residual, out, activation, scale, cap)
         return out
@@ -47,16 +50,27 @@ def linear(
 
 @NATIVE.implements(reference.linear_gated)
 def linear_gated(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    norm: InputNorm | None = None,
 ) -> torch.Tensor:
     if isinstance(weight, SegmentedWeight):
-        gate, up = linear(hidden, weight, bias).chunk(2, dim=1)
+        gate, up = linear(hidden, weight, bias, norm=norm).chunk(2, dim=1)
         return gate_rows(up, gate, activation)
-    rows = rows_of(hidden)
+    rows = _normed_rows(hidden, norm)
     assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
     out = torch.empty((len(rows), weight.num_rows // 2), dtype=rows.dtype)
     _linear(rows, weight, bias, None, out, activation)
     return out
+
+
+def _normed_rows(hidden: torch.Tensor, norm: InputNorm | None) -> torch.Tensor:
+    if norm is None:
+        return rows_of(hidden)
+    return rows_of(rms_norm(hidden, norm.weight, norm.eps, kind=norm.kind))
 
 
 @NATIVE.implements(reference.head_linear)

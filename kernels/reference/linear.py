@@ -5,9 +5,10 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.dispatch import kernel
 from kernels.layer_kinds import Activation
-from kernels.reference.pointwise import activate, gate_rows
+from kernels.reference.pointwise import activate, gate_rows, rms_norm
 from kernels.weights import (
     DenseWeight,
+    InputNorm,
     QuantizedForm,
     ServedFormats,
     TensorWeight,
@@ -164,8 +165,10 @@ def linear(
     activation: Activation | None = None,
     scale: float = 1.0,
     cap: float | None = None,
+    norm: InputNorm | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `cap(scale * activation(hidden @ weight.T + bias)) + residual`.
+    """Computes `cap(scale * activation(norm(hidden) @ weight.T + bias)) + residual`.
 
     Args:
         hidden: `[rows, num_columns]`.
@@ -177,41 +180,59 @@ def linear(
         activation: applied to sums that are rounded to the type of `hidden`; None for none.
         scale: a factor.
         cap: numbers x become `cap * tanh(x / cap)` (arXiv:2408.00118); None leaves them unchanged.
+        norm: of the inputs; None for none. Its result may be rounded in other places than that of
+            `rms_norm`.
+        out: `[rows, num_rows]`, contiguous, of the result's type; memory for the result, which the
+            caller owns. Not with a residual.
 
     Returns:
         `[rows, num_rows]`.
     """
-    out = F.linear(hidden, _dense(weight), bias)
+    result = F.linear(_normed(hidden, norm), _dense(weight), bias)
     if activation is not None:
-        out = activate(out, activation)
+        result = activate(result, activation)
     if out_dtype is not None and residual is None:
-        out = out.to(out_dtype)
+        result = result.to(out_dtype)
     if scale != 1.0:
-        out = out * scale
+        result = result * scale
     if cap is not None:
-        out = cap * torch.tanh(out / cap)
+        result = cap * torch.tanh(result / cap)
     if residual is not None:
-        out = residual + out
-    return out if out_dtype is None else out.to(out_dtype)
+        result = residual + result
+    if out is not None:
+        return out.copy_(result)
+    return result if out_dtype is None else result.to(out_dtype)
 
 
 @kernel("weight.device", "weight.dtype")
 def linear_gated(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    norm: InputNorm | None = None,
 ) -> torch.Tensor:
-    """Computes `activation(hidden @ gate.T) * (hidden @ up.T)`.
+    """Computes `activation(inputs @ gate.T) * (inputs @ up.T)`, where inputs are `norm(hidden)`.
 
     Args:
         hidden: `[rows, num_columns]`.
         weight: made for `WeightUse.GATED_LINEAR`: `gate` above `up`.
         bias: `[num_rows]`, the gate's above that of `up`; or None.
         activation: of the gate.
+        norm: as in `linear`.
 
     Returns:
         `[rows, num_rows / 2]`.
     """
-    gate, up = F.linear(hidden, _dense(weight), bias).chunk(2, dim=-1)
+    gate, up = F.linear(_normed(hidden, norm), _dense(weight), bias).chunk(2, dim=-1)
     return gate_rows(up, gate, activation)
+
+
+def _normed(hidden: torch.Tensor, norm: InputNorm | None) -> torch.Tensor:
+    if norm is None:
+        return hidden
+    return rms_norm(hidden, norm.weight, norm.eps, kind=norm.kind)
 
 
 def _dense(weight: Weight) -> torch.Tensor:

@@ -22,7 +22,9 @@ __all__ = [
     "BlockLaunch",
     "DecodeAttentionLaunch",
     "ExpertLaunch",
+    "FewRowLaunch",
     "LaunchTable",
+    "Mechanisms",
     "RowLaunch",
     "Rows",
     "SearchLaunch",
@@ -34,7 +36,7 @@ __all__ = [
 
 TABLES_FOLDER = Path(__file__).parent / "launch_tables"
 _DEFAULT = "default"
-_DEVICES = "devices"
+_DEVICES, _MECHANISMS = "devices", "mechanisms"
 _POWERS_OF_TWO = frozenset({"block_m", "block_n", "block_k", "block_size", "num_warps"})
 _MINIMA = {"block_m": 16, "block_n": 16, "block_k": 16, "shares_evenly": 0}  # of matrix products
 _REGISTERS_OF_SM, _MAX_REGISTERS = 65_536, 255
@@ -148,6 +150,36 @@ class ExpertLaunch(TileLaunch):
     block_k: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewRowLaunch(RowLaunch):
+    """Launch parameters of products of few rows of inputs and a dense weight.
+
+    Attributes:
+        block_n: outputs of a program.
+        block_k: inputs of a step.
+        num_stages: stages of Triton's pipeline.
+    """
+
+    block_n: int
+    block_k: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanisms:
+    """Ways to compute the same results faster, which the table of a device turns on.
+
+    Attributes:
+        dependent_launch: kernels begin before the ones in front of them have ended
+            (`kernels.triton.dependent`).
+        few_row_products: products of few rows are Triton's, joined with the operations around
+            them (`kernels.triton.few_rows`); otherwise cuBLAS'.
+    """
+
+    dependent_launch: bool
+    few_row_products: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[Launch]):
     """One kernel's parameters by ascending problem size; the last row applies to any size."""
@@ -172,11 +204,13 @@ class LaunchTable:
         row_maxima: by elements of a row.
         expert_linear: by mean rows of an expert.
         quantized_linear: by rows of inputs.
+        few_row_linear: by outputs.
         rotate_and_write_kv: by elements of a head.
         block_copy: by words of a block.
         draw_thresholds: by elements of a row.
         draw_tokens: by elements of a row.
         token_logprobs: by elements of a row.
+        mechanisms: what is turned on.
     """
 
     decode_attention: Rows[DecodeAttentionLaunch]
@@ -186,11 +220,13 @@ class LaunchTable:
     row_maxima: Rows[BlockLaunch]
     expert_linear: Rows[ExpertLaunch]
     quantized_linear: Rows[TileLaunch]
+    few_row_linear: Rows[FewRowLaunch]
     rotate_and_write_kv: Rows[BlockLaunch]
     block_copy: Rows[BlockLaunch]
     draw_thresholds: Rows[SearchLaunch]
     draw_tokens: Rows[BlockLaunch]
     token_logprobs: Rows[BlockLaunch]
+    mechanisms: Mechanisms
 
 
 _KERNELS: Mapping[str, type[RowLaunch]] = {
@@ -201,6 +237,7 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
     "row_maxima": BlockLaunch,
     "expert_linear": ExpertLaunch,
     "quantized_linear": TileLaunch,
+    "few_row_linear": FewRowLaunch,
     "rotate_and_write_kv": BlockLaunch,
     "block_copy": BlockLaunch,
     "draw_thresholds": SearchLaunch,
@@ -248,22 +285,30 @@ def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchT
         ConfigurationError: a table in `folder` cannot be used; names its file and key.
     """
     tables = {path.stem: _parse(path) for path in sorted(folder.glob("*.json"))}
-    default = tables.get(_DEFAULT)
-    if default is None or set(default.kernels) != set(_KERNELS):
-        missing = sorted(set(_KERNELS) - set(default.kernels if default else ()))
-        raise _bad(folder / f"{_DEFAULT}.json", missing[0], "is missing")
+    default = tables.get(_DEFAULT, _File((), {}, {}))
+    _check_complete(folder / f"{_DEFAULT}.json", default)
     names = {prefix: table for table in tables.values() for prefix in table.devices}
     fitting = [prefix for prefix in names if device_name.startswith(prefix)]
-    measured = names[max(fitting, key=len)].kernels if fitting else {}
-    return LaunchTable(**{**default.kernels, **measured})
+    measured = names[max(fitting, key=len)] if fitting else default
+    mechanisms = Mechanisms(**{**default.mechanisms, **measured.mechanisms})
+    return LaunchTable(**{**default.kernels, **measured.kernels}, mechanisms=mechanisms)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The contents of one file: prefixes of device names, and rows per kernel."""
+    """The contents of one file: prefixes of device names, rows per kernel, and mechanisms."""
 
     devices: Sequence[str]
     kernels: Mapping[str, Rows[Any]]
+    mechanisms: Mapping[str, bool]
+
+
+def _check_complete(path: Path, default: _File) -> None:
+    missing = sorted(set(_KERNELS) - set(default.kernels))
+    names = [field.name for field in fields(Mechanisms)]
+    missing += [f"{_MECHANISMS}.{name}" for name in names if name not in default.mechanisms]
+    if missing:
+        raise _bad(path, missing[0], "is missing")
 
 
 def _parse(path: Path) -> _File:
@@ -276,10 +321,25 @@ def _parse(path: Path) -> _File:
     devices = content.pop(_DEVICES, [])
     if not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
         raise _bad(path, _DEVICES, f"is {devices!r}: it must be a list of names")
+    mechanisms = _mechanisms(path, content.pop(_MECHANISMS, {}))
     unknown = sorted(set(content) - set(_KERNELS))
     if unknown:
         raise _bad(path, unknown[0], f"is unknown: it must be one of {', '.join(_KERNELS)}")
-    return _File(devices, {kernel: _rows(path, kernel, rows) for kernel, rows in content.items()})
+    kernels = {kernel: _rows(path, kernel, rows) for kernel, rows in content.items()}
+    return _File(devices, kernels, mechanisms)
+
+
+def _mechanisms(path: Path, entry: object) -> Mapping[str, bool]:
+    if not isinstance(entry, dict):
+        raise _bad(path, _MECHANISMS, f"is {entry!r}: it must be an object")
+    known = [field.name for field in fields(Mechanisms)]
+    for name, value in entry.items():
+        key = f"{_MECHANISMS}.{name}"
+        if name not in known:
+            raise _bad(path, key, f"is unknown: it must be one of {', '.join(known)}")
+        if not isinstance(value, bool):
+            raise _bad(path, key, f"is {value!r}: it must be true or false")
+    return entry
 
 
 def _rows(path: Path, kernel: str, entries: object) -> Rows[Any]:

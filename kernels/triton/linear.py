@@ -1,4 +1,6 @@
-"""Linear layers on a GPU: cuBLAS for products, Triton for what follows them."""
+"""Linear layers on a GPU: cuBLAS for products, Triton for what is before and behind them; and
+Triton for all of it where there are few rows.
+"""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -8,11 +10,13 @@ import triton.language as tl
 from kernels import reference
 from kernels.dispatch import TRITON
 from kernels.layer_kinds import Activation
+from kernels.triton.dependent import dependent_launch, wait_for_inputs
+from kernels.triton.few_rows import Epilogue, are_few_rows, few_rows_linear, joins_norm
 from kernels.triton.launch import launch_table
-from kernels.triton.pointwise import activate, gate_rows
+from kernels.triton.pointwise import activate, gate_rows, rms_norm
 from kernels.triton.quantized import quantized_product
 from kernels.triton.scaled_weight import ScaledWeight
-from kernels.weights import DenseWeight, SegmentedWeight, Weight, WeightStack
+from kernels.weights import DenseWeight, InputNorm, SegmentedWeight, Weight, WeightStack
 
 __all__ = ["head_linear", "linear", "linear_gated"]
 
@@ -32,23 +36,31 @@ def linear(
     activation: Activation | None = None,
     scale: float = 1.0,
     cap: float | None = None,
+    norm: InputNorm | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Adds into the memory of `residual`, if there is one.
 
     The sum is rounded once, unless there is an activation or a cap.
     """
+    is_plain = cap is None and out is None and out_dtype in (None, hidden.dtype)
+    if is_plain and are_few_rows(hidden, weight):
+        epilogue = Epilogue(activation, scale=scale, residual=residual)
+        return _few_rows(hidden, weight, bias, epilogue, norm)
+    hidden = _normed(hidden, norm)
     if activation is not None or cap is not None:
-        out = linear(hidden, weight, bias, out_dtype=out_dtype)
-        _finish(out, activation, scale, cap)
-        return out if residual is None else out.add_(residual)
+        result = linear(hidden, weight, bias, out_dtype=out_dtype, out=out)
+        _finish(result, activation, scale, cap)
+        return result if residual is None else result.add_(residual)
     if not isinstance(weight, DenseWeight):
-        return _linear_in_parts(hidden, weight, bias, residual, out_dtype or hidden.dtype, scale)
+        result = _linear_in_parts(hidden, weight, bias, residual, out_dtype or hidden.dtype, scale)
+        return result if out is None else out.copy_(result)
     matrix = weight.data
-    if out_dtype not in (None, hidden.dtype):
-        return _linear_into(out_dtype, hidden, matrix, bias, residual, scale)
+    if out is not None or out_dtype not in (None, hidden.dtype):
+        return _linear_into(out, out_dtype or hidden.dtype, hidden, matrix, bias, residual, scale)
     if residual is None:
-        out = F.linear(hidden, matrix, bias)
-        return out if scale == 1.0 else out.mul_(scale)
+        result = F.linear(hidden, matrix, bias)
+        return result if scale == 1.0 else result.mul_(scale)
     if bias is not None:
         residual.add_(bias, alpha=scale)
     return residual.addmm_(hidden, matrix.t(), alpha=scale)
@@ -56,10 +68,36 @@ def linear(
 
 @TRITON.implements(reference.linear_gated)
 def linear_gated(
-    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: Activation
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    *,
+    norm: InputNorm | None = None,
 ) -> torch.Tensor:
-    gate, up = linear(hidden, weight, bias).chunk(2, dim=-1)
+    if are_few_rows(hidden, weight):
+        return _few_rows(hidden, weight, bias, Epilogue(activation, is_gated=True), norm)
+    gate, up = linear(hidden, weight, bias, norm=norm).chunk(2, dim=-1)
     return gate_rows(up, gate, activation)
+
+
+def _few_rows(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    epilogue: Epilogue,
+    norm: InputNorm | None,
+) -> torch.Tensor:
+    assert isinstance(weight, DenseWeight)
+    if norm is not None and not joins_norm(hidden):
+        hidden, norm = _normed(hidden, norm), None
+    return few_rows_linear(hidden, weight, bias, epilogue, norm)
+
+
+def _normed(hidden: torch.Tensor, norm: InputNorm | None) -> torch.Tensor:
+    if norm is None:
+        return hidden
+    return rms_norm(hidden, norm.weight, norm.eps, kind=norm.kind)
 
 
 @TRITON.implements(reference.head_linear)
@@ -89,14 +127,23 @@ def _finish(
         HAS_CAP=cap is not None,
         BLOCK=launch.block_size,
         num_warps=launch.num_warps,
+        **dependent_launch(sums.device),
     )
 
 
 @triton.jit(do_not_specialize=["size"])  # or each number of rows might compile it again
 def _finish_kernel(
-    sums, size, scale, cap, ACTIVATION: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+    sums,
+    size,
+    scale,
+    cap,
+    ACTIVATION: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """`sums = cap(scale * activation(sums))`; program i computes block i."""
+    wait_for_inputs(IS_DEPENDENT)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     values = tl.load(sums + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -110,6 +157,7 @@ def _finish_kernel(
 
 
 def _linear_into(
+    out: torch.Tensor | None,
     out_dtype: torch.dtype,
     hidden: torch.Tensor,
     matrix: torch.Tensor,
@@ -117,11 +165,17 @@ def _linear_into(
     residual: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Computes sums in `out_dtype` without rounding them to the inputs' type."""
-    if hidden.is_cuda:
-        out = torch.mm(hidden, matrix.t(), out_dtype=out_dtype)
+    """Computes sums in `out_dtype`, in `out` if there is one, without rounding them to the
+    inputs' type.
+    """
+    if out is None:
+        out = hidden.new_empty((len(hidden), len(matrix)), dtype=out_dtype)
+    if out_dtype == hidden.dtype:
+        torch.mm(hidden, matrix.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, matrix.t(), out_dtype=out_dtype, out=out)
     else:  # torch has no such product on the CPU
-        out = hidden.to(out_dtype) @ matrix.t().to(out_dtype)
+        torch.mm(hidden.to(out_dtype), matrix.t().to(out_dtype), out=out)
     if bias is not None:
         out += bias
     if scale != 1.0:

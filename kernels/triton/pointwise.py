@@ -8,6 +8,7 @@ from kernels import reference
 from kernels.dispatch import TRITON
 from kernels.layer_kinds import CLAMP_LIMIT, CLAMP_SLOPE, Activation, NormKind
 from kernels.paged_kv import Rotation
+from kernels.triton.dependent import dependent_launch, wait_for_inputs
 from kernels.triton.launch import launch_table
 
 __all__ = [
@@ -53,6 +54,7 @@ def rms_norm(
         KIND=kind.value,
         BLOCK=triton.next_power_of_2(size),
         num_warps=launch.num_warps,
+        **dependent_launch(hidden.device),
     )
     return out
 
@@ -69,8 +71,10 @@ def _rms_norm_kernel(
     eps,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """`out = hidden / sqrt(mean(hidden^2) + eps) * weight + residual`; program i computes row i."""
+    wait_for_inputs(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -107,6 +111,7 @@ def layer_norm(
         eps,
         BLOCK=triton.next_power_of_2(size),
         num_warps=launch.num_warps,
+        **dependent_launch(hidden.device),
     )
     return out
 
@@ -123,8 +128,10 @@ def _layer_norm_kernel(
     size,
     eps,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """`out = (hidden - mean) / sqrt(variance + eps) * weight + bias + residual`, by row."""
+    wait_for_inputs(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -174,6 +181,7 @@ def gate_rows(
         ACTIVATION=0 if activation is None else activation.value,
         BLOCK=launch.block_size,
         num_warps=launch.num_warps,
+        **dependent_launch(values.device),
     )
     return out
 
@@ -188,8 +196,10 @@ def _gate_rows_kernel(
     size,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """`out = values * activation(gates)`; program (i, j) computes block j of row i."""
+    wait_for_inputs(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

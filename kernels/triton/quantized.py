@@ -12,6 +12,7 @@ import triton
 
 from kernels import reference
 from kernels.dispatch import TRITON
+from kernels.triton.dependent import dependent_launch
 from kernels.triton.launch import launch_table
 from kernels.triton.pointwise import with_dense_columns
 from kernels.triton.quantized_kernels import dequantize_kernel, linear_kernel
@@ -151,6 +152,7 @@ def _few_rows(hidden: torch.Tensor, weight: ScaledWeight, out_dtype: torch.dtype
         BLOCK_N=launch.block_n,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **dependent_launch(hidden.device),
     )
     return out
 

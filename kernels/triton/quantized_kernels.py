@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention_kernels import product
+from kernels.triton.dependent import wait_for_inputs
 from kernels.triton.scaled_weight import CHUNK, CodeKind
 
 __all__ = ["dequantize_kernel", "linear_kernel", "quantized_sums"]
@@ -34,11 +35,13 @@ def linear_kernel(
     HAS_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """`out = hidden @ weight.T`; program (i, j) computes block i of the outputs of block j of rows.
 
     Programs of the same outputs are neighbours, so that their codes come from the cache.
     """
+    wait_for_inputs(IS_DEPENDENT)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_output = outputs < num_outputs
     rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

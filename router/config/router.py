@@ -11,6 +11,7 @@ from baton.common.flags.config_flags import add_flags, config_from_args, flag, f
 from baton.common.flags.values import auto_or_count
 from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
 from baton.common.security.config import CredentialsConfig
+from router.config.endpoint_picker import EndpointPickerConfig
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
@@ -145,6 +146,7 @@ class RouterConfig:
         security: certificates and credentials, towards clients and workers.
         metrics: the address for metrics alone, and who may read metrics.
         tracing: where spans are sent.
+        picker: where a proxy asks for the servers of its requests.
 
     Raises:
         ConfigurationError: a value is out of range, two models have the same name, both
@@ -157,6 +159,7 @@ class RouterConfig:
     security: RouterSecurityConfig = field(default_factory=RouterSecurityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    picker: EndpointPickerConfig = field(default_factory=EndpointPickerConfig)
     routing_policy: str = flag(
         "prefix",
         "chooses the replicas of requests: prefix, least-load, round-robin, consistent-hash, "
@@ -315,6 +318,7 @@ def add_args(
         add_flags(parser, security, "security", **options)
     add_flags(parser, MetricsConfig, "metrics")
     add_flags(parser, TracingConfig, "tracing", **options)
+    add_flags(parser, EndpointPickerConfig, "endpoint picker", **options)
     add_flags(parser, ServedModelConfig, "model", **options)
     add_flags(parser, HubFlags, "model", **options)
     add_flags(parser, _ModelsFile, "model", **options)
@@ -347,6 +351,7 @@ def router_config_from_args(args: argparse.Namespace, **model: Any) -> RouterCon
         security=RouterSecurityConfig.from_args(args),
         metrics=config_from_args(MetricsConfig, args),
         tracing=config_from_args(TracingConfig, args),
+        picker=config_from_args(EndpointPickerConfig, args),
     )
 
 
@@ -373,6 +378,7 @@ def flags_of_router(config: RouterConfig, models_file: str | None = None) -> lis
         *config.security.flags(),
         *flags_of_config(config.metrics),
         *flags_of_config(config.tracing),
+        *flags_of_config(config.picker),
         *flags_of_config(ports),
         *flags_of_models,
         *flags_of_config(config),

@@ -32,7 +32,7 @@ from router.http.token_texts import TokenTexts
 from router.http.usage import usage_fields
 from router.requests.input_threads import convert_input
 
-__all__ = ["ENDPOINTS", "ChatJob"]
+__all__ = ["ENDPOINTS", "ChatJob", "read_chat_request"]
 
 _ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
@@ -47,7 +47,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     context = context_of(request)
     model = context.models.find(body.model or "")
     request_id = request_id_of(request, body)
-    chat_request = await convert_body(request, _chat_request, body, request_id)
+    chat_request = await convert_body(request, read_chat_request, body, request_id)
     body.drop_ignored()
     job = ChatJob(
         body,
@@ -60,7 +60,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     return await job_response(job, request, request_id, streams=body.stream)
 
 
-def _chat_request(body: ChatBody, request_id: str) -> ChatRequest:
+def read_chat_request(body: ChatBody, request_id: str) -> ChatRequest:
     """The chat that a body states.
 
     Raises:

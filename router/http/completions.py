@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.common.request.answer import CandidateOutput, TokenCounts, stated_stop
-from baton.common.request.generation import GenerationRequest
+from baton.common.request.generation import GenerationRequest, TextOrTokens
 from router.http.answering import job_response
 from router.http.body_route import BodyRoute, convert_body
 from router.http.endpoints import COMPLETION_FIELDS, EndpointGroup, context_of, declared_responses
@@ -24,7 +24,7 @@ from router.models import Model
 from router.requests.input_threads import convert_input
 from router.requests.request import tokenize_prompt
 
-__all__ = ["ENDPOINTS", "CompletionJob"]
+__all__ = ["ENDPOINTS", "CompletionJob", "generation_request"]
 
 _ROUTER = APIRouter(route_class=BodyRoute)
 ENDPOINTS = EndpointGroup(_ROUTER)
@@ -72,6 +72,30 @@ async def _prompt_ids(
     ]
 
 
+def generation_request(
+    body: CompletionBody, prompts: Sequence[TextOrTokens], request_id: str
+) -> GenerationRequest:
+    """The request that a body states.
+
+    Args:
+        body: the body.
+        prompts: its prompts, or their tokens.
+        request_id: names the request.
+
+    Raises:
+        InvalidArgumentError: a field is malformed; names it.
+    """
+    return GenerationRequest(
+        prompts=prompts,
+        stated=body.stated(),
+        has_several=len(prompts) > 1,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+
+
 class CompletionJob:
     """One request for completions; its parts are the choices' pieces, streamed or joined.
 
@@ -117,15 +141,7 @@ class CompletionJob:
         self._first_outputs: dict[int, CandidateOutput] = {}
         self._usage = UsageCount(self._returns_text)
         self._num_generated = 0
-        self._request = GenerationRequest(
-            prompts=prompt_ids or self._prompts,
-            stated=body.stated(),
-            has_several=len(self._prompts) > 1,
-            request_id=request_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            add_special_tokens=body.add_special_tokens is not False,
-        )
+        self._request = generation_request(body, prompt_ids or self._prompts, request_id)
         self._head: dict[str, Any] = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",

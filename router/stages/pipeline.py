@@ -42,6 +42,7 @@ from router.stages.backlog import REFUSALS, Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.picking import Picking
 from router.stages.placement import Placement
 from router.stages.prefill_stage import PrefillStage
 from router.stages.pulling import PrefixPulls
@@ -116,6 +117,9 @@ class Pipeline:
         backlog: learns how long requests take.
         pace: how long streams pause after each message.
         log: keeps the requests' records.
+
+    Attributes:
+        picking: chooses replicas for requests that other routers run.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class Pipeline:
         limit = config.max_local_prefill_tokens
         max_local_tokens = limit if isinstance(limit, int) else None
         self._placement = placement = Placement(fleet, index, policy, max_local_tokens)
+        self.picking = Picking(fleet, placement, self._route)
         pulls = PrefixPulls(fleet, index)
         self._prefill = PrefillStage(
             fleet, placement, pulls, queue_timeout_s=config.queue_timeout_s
@@ -174,10 +179,7 @@ class Pipeline:
             BatonError: one of those that `GenerationService` documents; also the generator.
         """
         params = await self._validated(request)
-        prompts, tenant = request.prompts, tenant_of_call()
-        salt, priority = tenant.cache_salt(request.cache_salt), tenant.priority(request.priority)
-        if (salt, priority) != (request.cache_salt, request.priority):
-            request = replace(request, cache_salt=salt, priority=priority)
+        request, prompts, tenant = _of_tenant(request), request.prompts, tenant_of_call()
         if not request.has_several:
             return self._generate(
                 request, request.request_id, prompts[0], params, deadline, operation
@@ -251,6 +253,13 @@ class Pipeline:
         routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
         return self._with_share(routed)
+
+    async def _route(self, request: GenerationRequest, deadline: float) -> RoutedRequest:
+        """Prepares the first prompt of a request that another router runs."""
+        params, request = await self._validated(request), _of_tenant(request)
+        record = RequestRecord(request_id=request.request_id)
+        record.session = session_key(tenant_of_call().name, session_of_call())
+        return await self._prepare(request, request.prompts[0], params, deadline, record)
 
     def _with_share(self, routed: RoutedRequest) -> RoutedRequest:
         """Returns a request with the tokens that it will probably use."""
@@ -340,6 +349,15 @@ class Pipeline:
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output
+
+
+def _of_tenant(request: GenerationRequest) -> GenerationRequest:
+    """Returns a request with the cache salt and the priority that its tenant has."""
+    tenant = tenant_of_call()
+    salt, priority = tenant.cache_salt(request.cache_salt), tenant.priority(request.priority)
+    if (salt, priority) == (request.cache_salt, request.priority):
+        return request
+    return replace(request, cache_salt=salt, priority=priority)
 
 
 async def _run_several(

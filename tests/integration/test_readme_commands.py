@@ -1,14 +1,16 @@
-"""The README's commands on a machine without a compiler, as its readers type them."""
+"""The commands of README.md and docs/quickstart.md on a machine without a compiler, as readers type
+them. tests/unit/repository/test_page_commands.py has the other pages.
+"""
 
 import json
 import re
-import shlex
 
 import pytest
 
 from baton.common.model_files.named_models import demo_model_path
 from tests.support.bare_machine import bare_machine, has_make
 from tests.support.containers import ROOT, NoContainersError, container_engine
+from tests.support.pages import blocks, commands
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,34 +38,50 @@ def engine():
         pytest.skip(str(error))
 
 
-def blocks(language):
-    """The code blocks of the README."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def words_of_curl():
-    (block,) = (block for block in blocks("sh") if "curl" in block)
-    return shlex.split(block[block.index("curl") :].replace("\\\n", " "))
+def run_as_typed(machine, words, **replaced):
+    """Runs a command of a page there; returns what it prints."""
+    words = [replaced.get(word, word) for word in words]
+    if words[0] == "curl":  # the machine has none
+        return machine.run(_PYTHON, "-c", _POST, words[1], words[-1])
+    assert words[0] == "baton"
+    return machine.run(_BATON, *words[1:])
 
 
 def test_make_run_serves_the_commands_that_follow_it():
-    client, _ = blocks("python")
+    client, _ = blocks("README.md", "python")
+    readme, *_ = blocks("README.md", "sh")
+    _, quickstart, *_ = blocks("docs/quickstart.md", "sh")
     with bare_machine("make", "run") as machine:
         printed = machine.wait_for("Ctrl-C stops everything.")
         assert re.search(r"\[\w+; tokens: \d+ prompt, \d+ cached, 64 generated; ms: ", printed)
-        words = words_of_curl()
-        answer = json.loads(machine.run(_PYTHON, "-c", _POST, words[1], words[-1]))
+        make_run, curl = commands(readme)
+        assert make_run == ["make", "run"]
+        answer = json.loads(run_as_typed(machine, curl))
         assert answer["choices"][0]["message"]["content"].strip()
         assert machine.run(_PYTHON, "-", text=client).strip()
-        assert machine.run(_BATON, "complete", "Return a", "--max-tokens", "4").strip()
-        doctor = machine.run(_BATON, "doctor")
-        assert "compiler" in doctor
+        curl, _, complete, doctor = commands(quickstart)
+        assert json.loads(run_as_typed(machine, curl))["choices"][0]["text"].strip()
+        assert run_as_typed(machine, complete).strip()
+        assert "compiler" in run_as_typed(machine, doctor)
         machine.interrupt()
         assert "Traceback" not in machine.output()
 
 
+def test_two_decode_workers_and_what_went_on():
+    *_, serve, operators = blocks("docs/quickstart.md", "sh")
+    ((_, *arguments),) = commands(serve)
+    with bare_machine(_BATON, *arguments) as machine:
+        printed = machine.wait_for("Ctrl-C stops everything.")
+        (token_file,) = re.findall(r"^token +(\S+)$", printed, re.MULTILINE)
+        assert machine.run(_BATON, "complete", "Return a list of", "--max-tokens", "8").strip()
+        top, trace = commands(operators)
+        screen = run_as_typed(machine, top, TOKEN_FILE=token_file)
+        assert len(re.findall(r"^decode +\S+ +ready ", screen, re.MULTILINE)) == 2
+        assert " length " in run_as_typed(machine, trace, TOKEN_FILE=token_file)
+
+
 def test_offline_use_and_help():
-    _, offline = blocks("python")
+    _, offline = blocks("README.md", "python")
     script = offline.replace("/path/to/checkpoint", str(demo_model_path()))
     with bare_machine("sleep", "300") as machine:
         assert machine.run(_PYTHON, "-", text=script).strip()

@@ -1,8 +1,8 @@
 """JSON schemas of the custom resources that the chart makes, by API version and kind.
 
 They have the fields that the chart may use, with the types and required fields of the projects'
-own definitions: KEDA 2.18, cert-manager 1.19, the Prometheus operator 0.86 and LeaderWorkerSet
-0.10, whose pods are checked by Kubernetes' schemas.
+own definitions: KEDA 2.18, cert-manager 1.19, the Prometheus operator 0.86, the Gateway API
+Inference Extension 1.5 and LeaderWorkerSet 0.10, whose pods are checked by Kubernetes' schemas.
 """
 
 
@@ -116,6 +116,26 @@ _LEADER_WORKER_SET = _object(
         workerTemplate=_POD_TEMPLATE,
     ),
 )
+_PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+_INFERENCE_POOL = _object(
+    ["selector", "targetPorts"],
+    selector=_object(["matchLabels"], matchLabels=_TEXTS),
+    targetPorts={
+        "type": "array",
+        "minItems": 1,
+        "maxItems": 8,
+        "items": _object(["number"], number=_PORT),
+    },
+    appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+    endpointPickerRef=_object(
+        ["name"],
+        group=_TEXT,
+        kind=_TEXT,
+        name=_TEXT,
+        port=_object(["number"], number=_PORT),
+        failureMode={"enum": ["FailOpen", "FailClose"]},
+    ),
+)
 
 CRD_SCHEMAS = {
     (api_version, kind): _resource(api_version, kind, spec)
@@ -124,5 +144,6 @@ CRD_SCHEMAS = {
         ("cert-manager.io/v1", "Certificate", _CERTIFICATE),
         ("monitoring.coreos.com/v1", "PodMonitor", _POD_MONITOR),
         ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET),
+        ("inference.networking.k8s.io/v1", "InferencePool", _INFERENCE_POOL),
     )
 }

@@ -17,8 +17,10 @@ from kernels import (
     DRAW_RECORD,
     Activation,
     Cut,
+    DenseWeight,
     DrawTable,
     ExpertScores,
+    InputNorm,
     NormKind,
     QuantizedForm,
     RoutingRule,
@@ -127,6 +129,19 @@ def _pointwise(dtype=BF16) -> None:
         linear.linear_gated(torch.zeros(3, 16, dtype=dtype), weight, None, activation)
         linear.linear(torch.zeros(3, 16, dtype=dtype), plain, activation=activation)
     linear.linear(torch.zeros(3, 16, dtype=dtype), plain, out_dtype=FP32, cap=30.0)
+
+
+def _few_rows(dtype=BF16, columns=4096) -> None:
+    """Launches the products of a layer, without the memory of its weights."""
+    like = torch.empty(0, dtype=dtype)
+    hidden = like.new_empty(16, columns)
+    norm = InputNorm(like.new_empty(columns), 1e-5, NormKind.ROUNDED)
+    plain = DenseWeight(6144, columns, WeightUse.LINEAR, like.new_empty(6144, columns))
+    wide = DenseWeight(16384, columns, WeightUse.GATED_LINEAR, like.new_empty(16384, columns))
+    linear.linear(hidden, plain, norm=norm)
+    linear.linear(hidden[:1], plain, norm=norm)
+    linear.linear(hidden, plain, None, like.new_empty(16, 6144))
+    linear.linear_gated(hidden, wide, None, Activation.SILU, norm=norm)
 
 
 def _experts(rows=1, dtype=BF16) -> None:
@@ -268,6 +283,8 @@ CASES: Mapping[str, Callable[[], None]] = {
     "pointwise": _pointwise,
     "pointwise, float16": partial(_pointwise, FP16),
     "pointwise, float32": partial(_pointwise, FP32),
+    "few rows": _few_rows,
+    "few rows, odd sizes, float16": partial(_few_rows, FP16, 4097),
     "angles and maxima": _angles_and_maxima,
     "experts": _experts,
     "experts, prompts, float32": partial(_experts, 1000, FP32),

@@ -6,18 +6,21 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rpc.probe import wait_until_serving
 from tests.support.cluster import REPOSITORY
-from tests.support.ports import reserved_port
+from tests.support.ports import reserved_port, reserved_ports
 
-__all__ = ["PROXIES", "require_proxy", "running_proxy"]
+__all__ = ["PROXIES", "require_proxy", "running_picking_envoy", "running_proxy"]
 
 _CONFIGS = REPOSITORY / "deploy" / "proxies"
 _INTEGRATIONS = REPOSITORY / ".venv-integrations" / "bin"
 _START_TIMEOUT_S = 30
+_SUBSET = "x-gateway-destination-endpoint-subset"
 # The ports and hosts of the configurations.
 _PORT = re.compile(r"\b(?:50050|50051|8000)\b")
 _ROUTER = re.compile(r"router-[12](?=[:,])")
@@ -81,6 +84,77 @@ async def running_proxy(
         if process.returncode is None:
             process.terminate()
         await process.wait()
+
+
+@asynccontextmanager
+async def running_picking_envoy(
+    folder: Path, picker: tuple[str, int], last_resort: tuple[str, int]
+) -> AsyncIterator[tuple[str, str]]:
+    """Runs Envoy as deploy/proxies/endpoint-picker.yaml configures it, on free ports.
+
+    A request's header `x-test-subset` becomes the hint which servers may be chosen, as gateways
+    give it.
+
+    Args:
+        folder: gets the configuration.
+        picker: host and port of the picker.
+        last_resort: host and port of the HTTP server for requests while no picker answers.
+
+    Yields:
+        Envoy's URL, and that of its admin interface.
+    """
+    program = require_proxy("envoy")
+    own_port, admin_port = reserved_ports(2)
+    config = yaml.safe_load((_CONFIGS / "endpoint-picker.yaml").read_text())
+    (listener,) = config["static_resources"]["listeners"]
+    listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": own_port}
+    admin = {"address": "127.0.0.1", "port_value": admin_port}
+    config["admin"] = {"address": {"socket_address": admin}}
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    filters.insert(0, _subset_filter())
+    places = {"routers": last_resort, "picker": picker}
+    for cluster in config["static_resources"]["clusters"]:
+        if cluster["name"] in places:
+            host, port = places[cluster["name"]]
+            (place,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            address = {"address": host, "port_value": port}
+            place["endpoint"]["address"]["socket_address"] = address
+    path = folder / "endpoint-picker.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = await asyncio.create_subprocess_exec(*_envoy(program, path))
+    try:
+        await _until_listening(own_port, process)
+        yield f"http://127.0.0.1:{own_port}", f"http://127.0.0.1:{admin_port}"
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def _subset_filter() -> dict[str, Any]:
+    """Returns the filter that makes a header to metadata."""
+    present = {"metadata_namespace": "envoy.lb.subset_hint", "key": _SUBSET}
+    kind = "envoy.extensions.filters.http.header_to_metadata.v3.Config"
+    return {
+        "name": "envoy.filters.http.header_to_metadata",
+        "typed_config": {
+            "@type": f"type.googleapis.com/{kind}",
+            "request_rules": [{"header": "x-test-subset", "on_header_present": present}],
+        },
+    }
+
+
+async def _until_listening(port: int, process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while True:
+            assert process.returncode is None, "the proxy ended"
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                writer.close()
+                return
 
 
 async def _until_serving(address: str, process: asyncio.subprocess.Process) -> None:

@@ -11,8 +11,8 @@ from router.models import Models
 from router.server import SERVICE_NAMES
 from router.servicer import GenerationServicer
 from router.tenants.tenant import OPEN_TENANT, Tenant
+from rpc.handler_table import HandlerTable
 from rpc.interceptors import CallInterceptor
-from rpc.server import _HandlerTable
 
 _SERVICE = f"/{SERVICE_NAMES[0]}/"
 
@@ -25,7 +25,7 @@ class DirectCalls:
     """
 
     def __init__(self, models: Models) -> None:
-        self._table = _HandlerTable(SERVICE_NAMES)
+        self._table = HandlerTable(SERVICE_NAMES)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(models), self._table
         )

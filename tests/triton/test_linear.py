@@ -126,6 +126,20 @@ def test_logits_are_never_rounded_to_the_type_of_the_weights(extras, dtype):
     assert_within(out, expected, bound)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "options"),
+    pairs(DTYPES, [0, 4], [{}, {"scale": 0.5}, {"cap": 3.0}]),
+)
+def test_logits_are_written_in_place(dtype, rows, options):
+    hidden = on_device(rows, 48, dtype=dtype)
+    weight = filled_weight(on_device(70, 48, dtype=dtype, seed=1))
+    out = torch.full((rows, 70), torch.nan, device=DEVICE)
+    expected = linear.linear(hidden, weight, out_dtype=torch.float32, **options)
+    written = linear.linear(hidden, weight, out_dtype=torch.float32, out=out, **options)
+    assert written.data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "outputs"), SHAPES)

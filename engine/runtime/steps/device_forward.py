@@ -73,8 +73,12 @@ class DeviceForward:
         counts = [s.num_logit_rows if is_last else s.num_tokens for s in shapes]
         self.max_result_rows = max(counts, default=0)
 
-    def run(self, shape: StepShape) -> torch.Tensor:
+    def run(self, shape: StepShape, out: torch.Tensor | None = None) -> torch.Tensor:
         """Runs the pass of the sequences in `upload`.
+
+        Args:
+            shape: the pass's shape.
+            out: memory of at least as many rows as the result, which becomes its first rows.
 
         Returns:
             The logits, `[num_logit_rows, vocab]` float32; of a stage before the last, hidden
@@ -82,7 +86,10 @@ class DeviceForward:
         """
         sent = self._sent(shape)
         states = self._states(shape, sent, computes_all=False)
-        return self._logits(states) if self._model.model.part.is_last else states
+        out = None if out is None else out[: len(states)]
+        if self._model.model.part.is_last:
+            return self._logits(states, out)
+        return states if out is None else out.copy_(states)
 
     def run_with_hidden(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a pass of the last stage; returns logits as `run` does, and the final hidden states
@@ -167,8 +174,8 @@ class DeviceForward:
         final_rows = rows if computes_all else count
         return KeptStates(kept.layers, kept.memory[:, :num_rows], rows, final_rows)
 
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.model.logits(states)
+    def _logits(self, states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self._model.model.logits(states, out)
         if len(logits):
             scores = self.scores(logits)
             kernels.row_maxima(logits, (scores.maxima, scores.likeliest))

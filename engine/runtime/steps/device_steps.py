@@ -245,9 +245,8 @@ class DeviceSteps(Steps):
         return max(0, free_before - _free_bytes(device))
 
     def _run_in_place(self, shape: StepShape) -> torch.Tensor:
-        """Runs `DeviceForward.run` and copies its result to the memory that all graphs share."""
-        result = self._forward.run(shape)
-        return self._results[: len(result)].copy_(result)
+        """Runs `DeviceForward.run`; its result is in the memory that all graphs share."""
+        return self._forward.run(shape, self._results)
 
     def _begin(self, batch: ScheduledBatch, draws: ChunkDraws | None = None) -> BegunStep:
         """Sends a step to the device, and advances the rows past it.

@@ -80,6 +80,8 @@ def test_kernels_have_cases_for_a_gpu():
     assert len({(case.primitive, case.what, case.size) for case in cases}) == len(cases)
     sizes = {case.size for case in cases if case.primitive == "paged_attention"}
     assert {f"{count} x {context}" for count, context in SIZES["cuda"].decode} <= sizes
+    by_library = {case.size for case in cases if case.what.endswith(", cuBLAS")}
+    assert by_library == {"1 row", "8 rows", "16 rows"}
 
 
 def test_the_floor_of_a_decode_step_counts_weights_and_kv():

@@ -56,6 +56,14 @@ def test_the_longest_prefix_of_a_name_selects_the_table_and_the_default_complete
         assert table.decode_attention == default.decode_attention
 
 
+def test_a_device_turns_single_mechanisms_on_and_off(folder):
+    add_table(folder, ["GPU"], mechanisms={"few_row_products": True})
+    default = load_launch_table("cpu", folder).mechanisms
+    changed = load_launch_table("GPU", folder).mechanisms
+    assert (default.few_row_products, changed.few_row_products) == (False, True)
+    assert changed.dependent_launch == default.dependent_launch
+
+
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
@@ -84,6 +92,9 @@ def test_the_longest_prefix_of_a_name_selects_the_table_and_the_default_complete
         ),
         ({"prefill_attention": [{**ATTENTION, "block_n": 48}]}, "block_n is 48: .* power of two"),
         ({"devices": "Some"}, "devices is 'Some': it must be a list of names"),
+        ({"mechanisms": []}, r"mechanisms is \[\]: it must be an object"),
+        ({"mechanisms": {"magic": True}}, r"mechanisms\.magic is unknown: it must be one of dep"),
+        ({"mechanisms": {"dependent_launch": 1}}, "dependent_launch is 1: it must be true or"),
     ],
 )
 def test_the_error_of_an_invalid_table_names_the_field(folder, kernels, message):
@@ -103,7 +114,11 @@ def test_a_file_that_holds_no_table_is_refused(folder, text):
 def test_an_incomplete_default_table_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"default\.json: block_copy is missing"):
         load_launch_table("cpu", tmp_path)
-    some = {kernel: rows for kernel, rows in DEFAULT.items() if kernel != "row_norm"}
-    (tmp_path / "default.json").write_text(json.dumps(some))
-    with pytest.raises(ConfigurationError, match=r"default\.json: row_norm is missing"):
-        load_launch_table("cpu", tmp_path)
+    for name, message in {
+        "row_norm": "row_norm is missing",
+        "mechanisms": r"mechanisms\.dependent_launch is missing",
+    }.items():
+        some = {key: value for key, value in DEFAULT.items() if key != name}
+        (tmp_path / "default.json").write_text(json.dumps(some))
+        with pytest.raises(ConfigurationError, match=rf"default\.json: {message}"):
+            load_launch_table("cpu", tmp_path)

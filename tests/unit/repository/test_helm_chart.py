@@ -5,6 +5,7 @@ commands Baton understands; values that are wrong are refused by name.
 import re
 
 import pytest
+import yaml
 
 from baton.cli import build_parser
 from baton.common.flags.config_flags import config_from_args
@@ -22,6 +23,7 @@ from tests.support.helm_chart import (
     render_all,
     schema_errors,
 )
+from tests.support.pages import blocks
 
 pytestmark = needs_helm
 
@@ -84,6 +86,14 @@ CASES = {
         "networkPolicy": {"enabled": False},
         "serviceAccount": {"routerName": "given"},
     },
+    "pool": {
+        "endpointPicker": {"enabled": True, "failureMode": "FailClose"},
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+        "podMonitor": {"enabled": True},
+        "router": {"drainTimeoutSeconds": 200, "args": ["--tool-call-parser=hermes"]},
+        "decode": {"groupSize": 2},
+        "prefill": {"drainTimeoutSeconds": 30},
+    },
 }
 REFUSED = {
     "/router/replicas": {"router": {"replicas": "many"}},
@@ -92,6 +102,7 @@ REFUSED = {
     "/prefill/drainTimeoutSeconds": {"prefill": {"drainTimeoutSeconds": -1}},
     "/model/mountPath": {"model": {"mountPath": "models"}},
     "/discovery": {"discovery": "zookeeper"},
+    "/endpointPicker/failureMode": {"endpointPicker": {"failureMode": "Open"}},
     "/prefill/args/0": {"prefill": {"args": ["max-num-seqs=3"]}},
     "kvConnector is empty and redis.enabled is false": {"redis": {"enabled": False}},
     "the chart's Redis does not encrypt": {"tls": TLS},
@@ -112,9 +123,17 @@ REFUSED = {
 }
 
 
+# Other blocks are manifests, or the rules of an adapter of metrics.
+PAGE_VALUES = [
+    values
+    for block in blocks("docs/kubernetes.md", "yaml")
+    if not {"kind", "rules"} & (values := yaml.safe_load(block)).keys()
+]
+
+
 @pytest.fixture(scope="module")
 def answers():
-    return render_all([*CASES.values(), *REFUSED.values()])
+    return render_all([*CASES.values(), *REFUSED.values(), *PAGE_VALUES])
 
 
 @pytest.fixture(params=CASES)
@@ -137,11 +156,11 @@ def workloads(manifests):
 
 
 def pods_of(manifests):
-    """The pods with their container."""
+    """The pods with each of their containers."""
     for workload in workloads(manifests):
         for template in pod_templates(workload):
-            (container,) = template["spec"]["containers"]
-            yield template["spec"], container
+            for container in template["spec"]["containers"]:
+                yield template["spec"], container
 
 
 def baton_pods(manifests):
@@ -173,24 +192,34 @@ def test_bad_values_are_refused_by_name(answers, message):
     assert message in answer
 
 
+@pytest.mark.parametrize("number", range(len(PAGE_VALUES)))
+def test_values_of_the_page_make_valid_manifests(answers, number):
+    manifests = answers[len(CASES) + len(REFUSED) + number]
+    assert not isinstance(manifests, str), manifests
+    errors = (schema_errors(manifest, VERSIONS[-1]) for manifest in manifests)
+    assert [error for each in errors for error in each] == []
+
+
 def test_baton_understands_commands_and_variables(manifests, monkeypatch):
     pods = baton_pods(manifests)
-    assert set(pods) == {"router", "prefill", "decode"}
-    for name, (_, container) in pods.items():
+    assert set(pods) - {"decode-router"} == {"router", "prefill", "decode"}
+    for _, container in pods.values():
         variables = {entry["name"]: entry.get("value", "10.0.0.9") for entry in container["env"]}
         for variable, value in variables.items():
             monkeypatch.setenv(variable, value)
         address = variables.get("POD_IP", "")
         command = [word.replace("$(POD_IP)", address) for word in container["args"]]
-        args = build_parser(name).parse_args(command)
-        if name == "router":
+        args = build_parser(command[0]).parse_args(command)
+        if command[0] == "router":
             config = router_config_from_args(args)
             server, ports = config.grpc, {"http": config.http.port, "grpc": config.grpc.port}
+            ports["picker"] = config.picker.endpoint_picker_port
         else:
             engine_config_from_args(args)
             config_from_args(RegistrationConfig, args)
             server = config_from_args(ServerConfig, args)
             ports = {"grpc": server.port, "metrics": config_from_args(MetricsConfig, args).port}
+        ports = {name: port for name, port in ports.items() if port is not None}
         assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
         assert server.host == "0.0.0.0"
 
@@ -221,7 +250,9 @@ def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
     for pod, container in pods_of(manifests):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         paths = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert sorted(paths.values()) == sorted(volumes)
+        assert set(paths.values()) <= set(volumes)
+        mounts = [mount for each in pod["containers"] for mount in each["volumeMounts"]]
+        assert {mount["name"] for mount in mounts} == set(volumes)
         mounted = [volume.get("secret", {}) for volume in volumes.values()]
         items = [item for secret in mounted for item in secret.get("items", ())]
         for secret in mounted:
@@ -243,14 +274,15 @@ def test_selectors_find_the_pods_of_their_name(manifests):
         }
         for workload in workloads(manifests)
     }
-    selecting = of_kind(manifests, "Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor")
+    kinds = "Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "InferencePool"
+    selecting = of_kind(manifests, *kinds)
     for manifest in selecting:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
         selector = spec.get("podSelector") or spec["selector"]
         selector = selector.get("matchLabels", selector)
         found = [pod for pod, of_pod in labels.items() if selector.items() <= of_pod.items()]
         assert found == [name.replace("-routers", "-router")]
-        if manifest["kind"] == "Service":  # followers serve nothing
+        if manifest["kind"] in ("Service", "InferencePool"):  # followers serve nothing
             assert (index in selector) == (index in labels[found[0]])
     for name, deployment in by_name(manifests, "Deployment").items():
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
@@ -273,11 +305,11 @@ def test_targets_name_services(manifests):
 
 
 def test_probes_answer_in_a_second_and_live_through_loading_and_drains(manifests):
-    for name, (_, container) in baton_pods(manifests).items():
+    for _, container in baton_pods(manifests).values():
         has_tls = "--ssl-certfile" in flags_of(container)
         liveness, readiness = container["livenessProbe"], container["readinessProbe"]
         assert liveness["timeoutSeconds"] == 1
-        if name == "router":
+        if container["args"][0] == "router":
             assert liveness["httpGet"]["path"] == "/health"
             assert liveness["httpGet"]["scheme"] == ("HTTPS" if has_tls else "HTTP")
             assert readiness["timeoutSeconds"] == 1
@@ -307,6 +339,28 @@ def test_autoscalers_have_their_target_and_follow_metrics_that_exist(manifests):
         assert ("replicas" in workload["spec"]) == (named not in targets)
         targets.discard(named)
     assert not targets
+
+
+def test_a_gateway_finds_the_picker_and_the_routers_beside_the_workers(answers):
+    manifests = answers[list(CASES).index("pool")]
+    (pool,) = of_kind(manifests, "InferencePool")
+    reference, (target,) = pool["spec"]["endpointPickerRef"], pool["spec"]["targetPorts"]
+    service = by_name(manifests, "Service")[reference["name"]]
+    ports = {entry["port"]: entry["targetPort"] for entry in service["spec"]["ports"]}
+    pods = baton_pods(manifests)
+    router, (pod, beside) = pods["router"][1], pods["decode-router"]
+    of_router = {port["name"]: port["containerPort"] for port in router["ports"]}
+    asked, named = of_router[ports[reference["port"]["number"]]], target["number"]
+    assert flags_of(router)["--endpoint-picker-port"] == str(asked)
+    assert flags_of(router)["--endpoint-port"] == flags_of(beside)["--port"] == str(named)
+    assert flags_of(beside)["--tool-call-parser"] == "hermes"
+    assert "--endpoint-picker-port" not in flags_of(beside)
+    assert pods["decode"][0] is pod
+    # The worker could be found only when its pod is ready, so this must not wait for it.
+    assert beside["readinessProbe"]["httpGet"]["path"] == "/health"
+    sets = by_name(manifests, "LeaderWorkerSet")["baton-decode"]
+    _, follower = pod_templates(sets)
+    assert [container["name"] for container in follower["spec"]["containers"]] == ["decode"]
 
 
 def test_gpus_and_their_kernels_have_a_place(answers):

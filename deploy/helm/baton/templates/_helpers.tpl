@@ -195,10 +195,14 @@ priorityClassName: {{ . }}
 {{- if eq .root.Values.discovery "kubernetes" -}}
 k8s:///{{ .root.Release.Namespace }}/{{ $service }}:grpc
 {{- else if eq .root.Values.discovery "dns" -}}
-dns:///{{ $service }}.{{ .root.Release.Namespace }}.svc:50051
+{{ include "baton.dnsTarget" . }}
 {{- else -}}
 register:///
 {{- end -}}
+{{- end -}}
+
+{{- define "baton.dnsTarget" -}}
+dns:///{{ include "baton.fullname" .root }}-{{ .tier }}.{{ .root.Release.Namespace }}.svc:50051
 {{- end -}}
 
 {{- define "baton.podMetadata" -}}

@@ -112,6 +112,15 @@ def test_without_an_earlier_look_there_are_counts_and_no_rates():
     assert "-B/s saved  -B/s loaded  2 failed" in text
 
 
+def test_a_long_reason_of_a_loss_keeps_its_end():
+    problem = "failed to connect to all addresses; last error: UNKNOWN: Connection refused"
+    lost = sample(1.0, replica("10.0.0.3:50063", state=LOST, problem=problem))
+    row = screen(None, lost).splitlines()[-1]
+    assert row.startswith("decode  10.0.0.3:50063        LOST     ..")
+    assert row.endswith(": Connection refused")
+    assert len(row) == 80
+
+
 def test_a_cluster_without_replicas():
     text = screen(None, sample(0.0))
     assert text.endswith("No replica has been found yet.")

@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.draw_params import LogitRules
+from kernels.triton.launch import load_launch_table, replaced_launch_table
 from tests.support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from tests.support.draw_params import GREEDY, draw_params
 from tests.support.strict_device import GPU, RefusedError, StrictDevice
@@ -113,6 +114,26 @@ def test_a_joining_request_launches_little():
         device.run(steps, ScheduledBatch(1, decode_rows=(0, 1)))
         counts = device.run(steps, ScheduledBatch(2, (_chunk(2),), (0, 1)))
         assert counts.launches < 50
+
+
+def test_norms_and_gates_of_few_rows_are_parts_of_products():
+    path = tiny_checkpoint("llama")
+    table, launches = load_launch_table("NVIDIA H200"), []
+    joined, apart = "_few_rows_kernel", "_gate_rows_kernel"
+    for is_on in (False, True):
+        mechanisms = replace(table.mechanisms, few_row_products=is_on)
+        with (
+            StrictDevice().entered() as device,
+            replaced_launch_table(replace(table, mechanisms=mechanisms)),
+        ):
+            steps = device.steps(path, **_FLAGS, enforce_eager=True)
+            device.run(steps, ScheduledBatch(0, (_chunk(0),)))
+            launches.append(device.run(steps, ScheduledBatch(1, decode_rows=(0,))).launches)
+            launched = {version[0] for version in device.versions}
+            assert {joined, apart} & launched == {joined if is_on else apart}
+            num_layers = steps._model.model.config.num_layers
+    # Two norms and a gate.
+    assert launches[1] <= launches[0] - 3 * num_layers
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 32_001])
