@@ -42,8 +42,9 @@ _KINDS = {"decode": "decode", "uneven": "decode, uneven", "prompts": "chunk"}
 """Values of `--kind`, and the cases of `attention_cases` that they mean."""
 _DECODE: Mapping[str, Sequence[int]] = {
     "block_n": (32, 64, 128),
-    "num_stages": (4, 5, 7),
-    "programs_per_sm": (2, 3, 6, 12),
+    "num_stages": (5, 7),
+    "programs_per_sm": (2, 3, 6),
+    "shares_evenly": (0, 1),
 }
 _PROMPTS: Mapping[str, Sequence[int]] = {
     "block_n": (64, 128),

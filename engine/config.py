@@ -14,6 +14,7 @@ from baton.common.flags.values import (
     byte_size_with_unit,
     count,
     gibibytes,
+    names,
 )
 from baton.common.model_files.named_models import default_model_name
 from engine.config_checks import check_config
@@ -207,8 +208,7 @@ class EngineConfig:
     enforce_eager: bool = flag(False, "run steps without CUDA graphs")
     attention_backend: str = flag(
         "auto",
-        "what computes attention on a GPU in steps that are no CUDA graphs: triton (auto), or for "
-        "prompts flashinfer (needs the extra flashinfer; it never ran)",
+        "what computes prompts' attention in a GPU's steps that are no CUDA graphs; auto is triton",
         choices=("auto", "triton", "flashinfer"),
     )
     speculative_config: SpeculativeConfig | None = flag(
@@ -323,7 +323,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logits_processors", _names(self.logits_processors))
+        object.__setattr__(self, "logits_processors", names(self.logits_processors))
         if self.speculative_config is not None:
             given = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", given)
@@ -397,9 +397,3 @@ class EngineConfig:
     def model_name(self) -> str:
         """The model name in requests."""
         return self.served_model_name or default_model_name(self.model)
-
-
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns names as a tuple; a flag's text has them separated by commas."""
-    names = given.split(",") if isinstance(given, str) else given
-    return tuple(name.strip() for name in names if name.strip())

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.triton.attention_splits import divide_context, locate_block
 
-__all__ = ["LOG2_E", "attend_kernel", "product"]
+__all__ = ["LOG2_E", "attend_kernel", "attend_rows", "product"]
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 # The interpreter has no matrix products of bfloat16; products of widened operands are the same.
@@ -114,6 +114,75 @@ def attend_kernel(
     begin = low // BLOCK_N * BLOCK_N + split * per_split
     end = tl.minimum(begin + per_split, high)
 
+    part = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * rows_per_block * num_splits + split
+    attend_rows(
+        query, kv_layer, kv_scales, sinks, block_tables, output, partials, log_sums,
+        score_factor, cap_factor, window, group_size, tl.num_programs(1),
+        sequence, kv_head, first_row, num_rows, query_start, num_before, low, begin, end,
+        split == 0, num_used_splits == 1, part, num_splits,
+        query_token_stride, query_head_stride,
+        table_stride, kv_block_stride, kv_kind_stride, kv_head_stride, kv_slot_stride,
+        scale_block_stride, scale_kind_stride, scale_head_stride, scale_slot_stride,
+        HEAD_DIM, PADDED_DIM, REST_DIM, PADDED_REST, IS_LATENT, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        HAS_SOFT_CAP, HAS_FULL_TILES,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_rows(
+    query,
+    kv_layer,
+    kv_scales,
+    sinks,
+    block_tables,
+    output,
+    partials,
+    log_sums,
+    score_factor,
+    cap_factor,
+    window,
+    group_size,
+    num_kv_heads,
+    sequence,
+    kv_head,
+    first_row,
+    num_rows,
+    query_start,
+    num_before,
+    low,
+    begin,
+    end,
+    has_sinks,
+    is_whole,
+    first_part,
+    part_stride,
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    kv_block_stride,
+    kv_kind_stride,
+    kv_head_stride,
+    kv_slot_stride,
+    scale_block_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_FULL_TILES: tl.constexpr,
+):
+    """Attends a block of a sequence's rows with one KV head to the keys `begin` to `end`.
+
+    The result is written to `output` if the range `is_whole`; else partial results are written, of
+    row i to the place `first_part + i * part_stride`. The part that `has_sinks` counts them.
+    """
     rows = first_row + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, PADDED_DIM)
     tokens = rows // group_size
@@ -135,7 +204,7 @@ def attend_kernel(
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:
         # A sink's weight relative to itself is 1, and it adds nothing to the results.
-        has_sink = rows < tl.where(split == 0, num_rows, 0)
+        has_sink = rows < tl.where(has_sinks, num_rows, 0)
         maxima = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32) * LOG2_E
         sums = tl.where(has_sink, 1.0, 0.0)
     if HAS_FULL_TILES:
@@ -164,14 +233,13 @@ def attend_kernel(
     # A row that attends to nothing has a sum of 0, and results of 0.
     sums = tl.where(sums == 0.0, 1.0, sums)
     results /= sums[:, None]
-    if num_used_splits == 1:
-        num_heads = tl.num_programs(1) * group_size
+    if is_whole:
+        num_heads = num_kv_heads * group_size
         out_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
         out_offsets = out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(output + out_offsets, results.to(output.dtype.element_ty), mask=is_element)
     else:
-        first_part = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * rows_per_block
-        parts = (first_part + tl.arange(0, BLOCK_M)) * num_splits + split
+        parts = first_part + tl.arange(0, BLOCK_M) * part_stride
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], results, mask=is_element)
         tl.store(log_sums + parts, maxima + tl.log2(sums), mask=is_row)
 

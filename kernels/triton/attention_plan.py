@@ -45,6 +45,9 @@ class Pass:
         num_blocks: an upper bound of the blocks of all sequences.
         num_kv_heads: KV heads; each has its own programs.
         rows_per_block: the most rows that a block has.
+        num_programs: programs that share all contexts evenly (`attention_work`); 0 if each context
+            is divided among `num_splits` programs instead.
+        max_registers: of a thread of these programs; None for any number.
         num_splits: programs among which a block's context is divided, at most.
         padded_splits: a power of two, at least `num_splits` of any step.
         min_tokens_per_split: the least cached tokens of a split.
@@ -60,6 +63,8 @@ class Pass:
     num_blocks: int
     num_kv_heads: int
     rows_per_block: int
+    num_programs: int = 0
+    max_registers: int | None = None
     num_splits: int
     padded_splits: int
     min_tokens_per_split: int
@@ -78,6 +83,11 @@ class Pass:
         if self.num_splits == 1:
             return 0
         return self.num_blocks * self.num_kv_heads * self.rows_per_block
+
+    @property
+    def num_partial_rows(self) -> int:
+        """The rows of partial results of programs that share contexts: two blocks of each."""
+        return 2 * self.num_programs * self.rows_per_block
 
 
 def plan_passes(
@@ -109,6 +119,8 @@ def _decode_pass(sizes: AttentionSizes, decode: DecodeAttentionLaunch, few_rows:
         num_blocks=sizes.num_seqs,
         num_kv_heads=sizes.num_kv_heads,
         rows_per_block=min(few_rows, sizes.max_query_len * sizes.group_size),
+        num_programs=_num_sharing(sizes, decode, num_wanted) if decode.shares_evenly else 0,
+        max_registers=decode.max_registers,
         num_splits=_num_splits(sizes, decode, sizes.num_seqs, num_wanted),
         padded_splits=_next_power_of_2(decode.max_splits),
         min_tokens_per_split=decode.min_tokens_per_split,
@@ -168,6 +180,12 @@ def _num_splits(
     useful = -(-sizes.max_context_len // decode.min_tokens_per_split)
     for_all = -(-num_wanted // (num_blocks * sizes.num_kv_heads))
     return max(1, min(useful, for_all, decode.max_splits))
+
+
+def _num_sharing(sizes: AttentionSizes, decode: DecodeAttentionLaunch, num_wanted: int) -> int:
+    """Returns how many programs share all contexts: no more than have something to do."""
+    useful = sizes.max_context_len // decode.min_tokens_per_split + 1
+    return min(num_wanted, useful * sizes.num_seqs * sizes.num_kv_heads)
 
 
 def padded_dim(head_dim: int) -> int:

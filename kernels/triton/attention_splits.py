@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.paged_kv import AttentionMetadata
 from kernels.triton.attention_plan import Pass, padded_dim
 
-__all__ = ["Splits", "divide_context", "locate_block"]
+__all__ = ["Splits", "divide_context", "find_span", "locate_block"]
 
 
 @triton.jit
@@ -46,15 +46,20 @@ def divide_context(
 
     The first split begins with the tile that `low` lies in.
     """
-    first_position = num_before + first_row // group_size
-    last_position = num_before + (tl.minimum(first_row + block_m, num_rows) - 1) // group_size
-    low = tl.maximum(first_position - window + 1, 0)
-    high = tl.maximum(last_position + 1, 0)
+    low, high = find_span(first_row, num_rows, num_before, group_size, window, block_m)
     num_tokens = high - low // block_n * block_n
     per_split = tl.maximum(tl.cdiv(num_tokens, num_splits), min_tokens_per_split)
     per_split = tl.cdiv(per_split, block_n) * block_n
     num_used_splits = tl.maximum(tl.cdiv(num_tokens, per_split), 1)
     return low, high, per_split, num_used_splits
+
+
+@triton.jit
+def find_span(first_row, num_rows, num_before, group_size, window, block_m):
+    """Returns the range of keys that a block's rows attend to."""
+    first_position = num_before + first_row // group_size
+    last_position = num_before + (tl.minimum(first_row + block_m, num_rows) - 1) // group_size
+    return tl.maximum(first_position - window + 1, 0), tl.maximum(last_position + 1, 0)
 
 
 @triton.jit

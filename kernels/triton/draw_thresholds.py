@@ -14,19 +14,19 @@ less than a limit*:
   the limit ahead, after j, against j being the last.
 
 Only values in the row change the weight above a value, so t is one of them. It is searched among
-the 2**32 ordered bit patterns of a float32, whose order is that of the values; each pass narrows
-the range to a sixteenth. Values with the same `scaled` make no difference: the weight above is
-below the limit at the greatest of them as at the others, and all of them scale to the same
-threshold.
+the 2**32 ordered bit patterns of a float32, whose order is that of the values. Values with the same
+`scaled` make no difference: the weight above is below the limit at the greatest of them as at the
+others, and all of them scale to the same threshold.
+
+A pass over the row narrows the range to a sixteenth. The first two passes divide the values evenly:
+those that can weigh something for top-p, and those up to 32 below the maximum for top-k. What then
+lies in the range is gathered, a few hundred values of 128k in a model's logits, and one program
+searches these to the end. Where they are too many, as are equal logits, it searches the whole row.
 
 Each pass is a launch in which several programs share a row and add up their sums. These are
 whole numbers below 2**53, so they are exact in any order. A program reads only the results of
-earlier launches, and narrows the range itself. One program per row would need one launch, but about
-1 ms for top-p over 128k tokens (an estimate, as all here), and as much for 1 row as for 100; these
-take some 5 us each for few rows. Steps that filter nothing pay for it, since a recorded
-step cannot omit launches: 18 that return at once, at about 1.5 us each in a CUDA graph. A
-search in sixty-fourths would save 4 of them, 6 us of a step of some ms, but compare each value
-6 * 64 times in place of 8 * 16, which for large batches is most of the work.
+earlier launches, and narrows the range itself. Rows that filter nothing, beside others that do, pay
+for it: 8 launches that return at once.
 """
 
 import torch
@@ -38,7 +38,12 @@ from kernels.triton.launch import launch_table
 
 __all__ = ["find_thresholds", "scale_logits"]
 
-_PASSES = tl.constexpr(8)  # of 4 of the key's 32 bits
+_LINEAR_PASSES = tl.constexpr(2)  # that divide values evenly; others divide keys
+_TOP_P_REACH = tl.constexpr(23.0)  # exp(-23) * 2**32 is less than half: it weighs nothing
+_TOP_K_REACH = tl.constexpr(32.0)
+_CAPACITY = 8192  # values of a draw that are gathered at most
+_LOWEST = tl.constexpr(-3.4e38)
+_KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 _TILES = 8  # blocks of a program, each of the size in the launch table
 _WEIGHT_SCALE = tl.constexpr(2.0**32)
 _ROUNDS_TO_WHOLE = tl.constexpr(2.0**52)  # the float64 numbers from here on are whole
@@ -60,29 +65,21 @@ def find_thresholds(
     """
     count, vocab_size, device = len(draw_ids), logits.shape[-1], logits.device
     launch = launch_table(device).draw_thresholds.for_size(vocab_size)
-    num_splits = triton.cdiv(vocab_size, launch.block_size * _TILES)
+    grid = (count, triton.cdiv(vocab_size, launch.block_size * _TILES))
     thresholds = torch.empty(count, dtype=torch.float64, device=device)
-    shape = (2, _PASSES.value, count)  # of both searches
-    bounds = torch.empty((*shape, 2), dtype=torch.int64, device=device)
-    sums = torch.zeros((*shape, 16), dtype=torch.float64, device=device)
+    gathered = torch.empty((count, _CAPACITY), dtype=torch.float32, device=device)
+    # Of both searches, of each pass; behind them the number of gathered values.
+    sums = torch.zeros((2, launch.num_passes + 1, count, 16), dtype=torch.float64, device=device)
+    options = {"BLOCK": launch.block_size, "num_warps": launch.num_warps}
     for search, limits in enumerate((draws.top_k, draws.top_p)):
         vectors = (maxima, likeliest, draws.temperature, limits, draw_ids, logit_rows)
-        scratch = (thresholds, bounds[search], sums[search], vocab_size, count)
-        for place in range(_PASSES.value):
-            _search_kernel[(count, num_splits)](
-                *vectors,
-                *scratch,
-                logits,
-                logits.stride(0),
-                place,
-                IS_TOP_P=search == 1,
-                BLOCK=launch.block_size,
-                TILES=_TILES,
-                num_warps=launch.num_warps,
-            )
-        _settle_kernel[(count,)](
-            *vectors, *scratch, draws.log_min_p, IS_TOP_P=search == 1, num_warps=1
-        )
+        of_search = {"IS_TOP_P": search == 1, **options}
+        scratch = (thresholds, sums[search], vocab_size, count, logits, logits.stride(0))
+        for place in range(launch.num_passes):
+            _search_kernel[grid](*vectors, *scratch, place, TILES=_TILES, **of_search)
+        rest = (*vectors, *scratch, launch.num_passes, gathered)
+        _gather_kernel[grid](*rest, TILES=_TILES, CAPACITY=_CAPACITY, **of_search)
+        _settle_kernel[(count,)](*rest, draws.log_min_p, CAPACITY=_CAPACITY, **of_search)
     return thresholds
 
 
@@ -99,7 +96,6 @@ def _search_kernel(
     draw_ids,
     logit_rows,
     thresholds,
-    bounds,
     sums,
     vocab_size,
     count,
@@ -112,8 +108,8 @@ def _search_kernel(
 ):
     """`sums[place, i]`: what lies above each of the range's sixteenths in draw i's row.
 
-    The range is `bounds[place, i]`, which follows from the pass before. Program (i, j) adds TILES
-    tiles of BLOCK tokens, unless draw i does not filter or one key is left.
+    The range follows from the passes before. Program (i, j) adds TILES tiles of BLOCK tokens,
+    unless draw i does not filter or one key is left.
     """
     draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = draw if logit_rows is None else tl.load(logit_rows + draw)
@@ -123,16 +119,9 @@ def _search_kernel(
     if (is_drawn & _filters(limit, vocab_size, IS_TOP_P)) == 0:
         return
     maximum = tl.load(maxima + row)
-    low = tl.full((), _BELOW_ALL_KEYS, tl.int64)
-    high = _ordered(maximum.to(tl.int32, bitcast=True)).to(tl.int64)
-    if place > 0:
-        low, high = _narrow(bounds, sums, draw, count, place - 1, limit, IS_TOP_P)
-    slot = place * count + draw
-    if split == 0:
-        tl.store(bounds + slot * 2, low)
-        tl.store(bounds + slot * 2 + 1, high)
+    low, high, _, _ = _range_after(place, sums, draw, count, maximum, temperature, limit, IS_TOP_P)
     if high - low > 1:
-        pivots = (low + _step(low, high) * tl.arange(0, 16)).to(tl.int32)
+        pivots = _pivots(low, high, place, temperature, IS_TOP_P).to(tl.int32)
         first = split * (TILES * BLOCK)
         above = _weights_above(
             pivots,
@@ -146,10 +135,68 @@ def _search_kernel(
             BLOCK,
         )
         # The launch's end orders these before the next pass reads them.
-        tl.atomic_add(sums + slot * 16 + tl.arange(0, 16), above.to(tl.float64), sem="relaxed")
+        slots = (place * count + draw) * 16 + tl.arange(0, 16)
+        tl.atomic_add(sums + slots, above.to(tl.float64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=[*_VECTORS, "log_min_ps"])
+@triton.jit(do_not_specialize=["count", "num_passes"], do_not_specialize_on_alignment=_VECTORS)
+def _gather_kernel(
+    maxima,
+    likeliest,
+    temperatures,
+    limits,
+    draw_ids,
+    logit_rows,
+    thresholds,
+    sums,
+    vocab_size,
+    count,
+    logits,
+    row_stride,
+    num_passes,
+    gathered,
+    IS_TOP_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """`gathered[i]`: the values of draw i's row in the range, in any order; their number is
+    `sums[num_passes, i, 0]`, and those beyond CAPACITY are not written. Program (i, j) looks at
+    TILES tiles of BLOCK tokens.
+    """
+    draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = draw if logit_rows is None else tl.load(logit_rows + draw)
+    draw_id = tl.load(draw_ids + draw)
+    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
+    is_drawn = (temperature > 0.0) & (tl.load(likeliest + row) >= 0)
+    if (is_drawn & _filters(limit, vocab_size, IS_TOP_P)) == 0:
+        return
+    maximum = tl.load(maxima + row)
+    low, high, _, _ = _range_after(
+        num_passes, sums, draw, count, maximum, temperature, limit, IS_TOP_P
+    )
+    if high - low > 1:
+        number = sums + (num_passes * count + draw) * 16
+        first = split * (TILES * BLOCK)
+        for start in range(first, tl.minimum(first + TILES * BLOCK, vocab_size), BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            mask = tokens < vocab_size
+            values = tl.load(logits + row * row_stride + tokens, mask=mask, other=float("-inf"))
+            keys = _ordered(values.to(tl.int32, bitcast=True)).to(tl.int64)
+            is_inside = mask & (keys > low) & (keys <= high)
+            ranks = tl.cumsum(is_inside.to(tl.int32), 0)
+            num_inside = tl.max(ranks, 0)
+            if num_inside > 0:
+                before = tl.atomic_add(number, num_inside.to(tl.float64), sem="relaxed")
+                places = before.to(tl.int64) + ranks - 1
+                is_kept = is_inside & (places < CAPACITY)
+                tl.store(gathered + draw * CAPACITY + places, values, mask=is_kept)
+
+
+@triton.jit(
+    do_not_specialize=["count", "num_passes"],
+    do_not_specialize_on_alignment=[*_VECTORS, "log_min_ps"],
+)
 def _settle_kernel(
     maxima,
     likeliest,
@@ -158,14 +205,19 @@ def _settle_kernel(
     draw_ids,
     logit_rows,
     thresholds,
-    bounds,
     sums,
     vocab_size,
     count,
+    logits,
+    row_stride,
+    num_passes,
+    gathered,
     log_min_ps,
     IS_TOP_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
-    """`thresholds[i]`: what draw i's search found, scaled; of top-k, which comes first, -inf
+    """`thresholds[i]`: what draw i's search finds, scaled; of top-k, which comes first, -inf
     where it does not filter; of top-p, which comes last, no less than min-p's. Program i: draw i.
     """
     draw = tl.program_id(0).to(tl.int64)
@@ -178,9 +230,29 @@ def _settle_kernel(
     if IS_TOP_P:
         threshold = tl.load(thresholds + draw)
     if _filters(limit, vocab_size, IS_TOP_P):
-        _, high = _narrow(bounds, sums, draw, count, _PASSES - 1, limit, IS_TOP_P)
+        maximum = tl.load(maxima + row)
+        low, high, heavier, least = _range_after(
+            num_passes, sums, draw, count, maximum, temperature, limit, IS_TOP_P
+        )
+        number = tl.load(sums + (num_passes * count + draw) * 16)
+        is_gathered = number <= CAPACITY
+        while high - low > 1:
+            step = _step(low, high)
+            pivots = (low + step * tl.arange(0, 16)).to(tl.int32)
+            if is_gathered:
+                above = heavier + _weights_above(
+                    pivots, gathered + draw * CAPACITY, 0, number.to(tl.int32),
+                    maximum, temperature, threshold, IS_TOP_P, BLOCK,
+                ).to(tl.float64)  # fmt: skip
+            else:
+                above = _weights_above(
+                    pivots, logits + row * row_stride, 0, vocab_size,
+                    maximum, temperature, threshold, IS_TOP_P, BLOCK,
+                ).to(tl.float64)  # fmt: skip
+            low += step * (tl.sum((above >= least).to(tl.int64), 0) - 1)
+            high = tl.minimum(high, low + step)
         value = _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
-        threshold = scale_logits(value, tl.load(maxima + row), temperature)
+        threshold = scale_logits(value, maximum, temperature)
     if IS_TOP_P:
         threshold = tl.maximum(threshold, tl.load(log_min_ps + draw_id))
     tl.store(thresholds + draw, threshold)
@@ -199,22 +271,58 @@ def scale_logits(logits, maximum, temperature):
 
 
 @triton.jit
-def _narrow(bounds, sums, draw, count, place, limit, IS_TOP_P: tl.constexpr):
-    """Returns the range after pass `place`: the weight above `low` is at least the limit, that
-    above `high` is less.
+def _range_after(
+    num_passes, sums, draw, count, maximum, temperature, limit, IS_TOP_P: tl.constexpr
+):
+    """Returns the range that some passes leave, what lies above it, and the limit.
 
-    For top-p the limit is a share of the total weight, which lies above the very first pivot.
+    What lies above `low` is at least the limit, and above `high` less. For top-p the limit is a
+    share of the whole weight, which lies above the first pass's first pivot.
     """
-    slot = place * count + draw
-    low, high = tl.load(bounds + slot * 2), tl.load(bounds + slot * 2 + 1)
-    above = tl.load(sums + slot * 16 + tl.arange(0, 16))
-    outweighs = above >= (limit * tl.load(sums + draw * 16) if IS_TOP_P else limit)
-    # At least the first does; all do if the share is 0, which rounding may produce.
-    step = _step(low, high)
-    narrowed = low + step * (tl.sum(outweighs.to(tl.int64)) - 1)
-    is_found = high - low <= 1  # then nothing was added up
-    low = tl.where(is_found, low, narrowed)
-    return low, tl.where(is_found, high, tl.minimum(high, low + step))
+    low = tl.full((), _BELOW_ALL_KEYS, tl.int64)
+    high = _ordered(maximum.to(tl.int32, bitcast=True)).to(tl.int64)
+    heavier = tl.full((), 0.0, tl.float64)
+    least = limit
+    if IS_TOP_P:
+        least = limit * tl.load(sums + draw * 16)
+    places = tl.arange(0, 16)
+    for place in range(num_passes):
+        if high - low > 1:  # else nothing was added up
+            pivots = _pivots(low, high, place, temperature, IS_TOP_P)
+            above = tl.load(sums + (place * count + draw) * 16 + places)
+            # At least the first is; all are if the share is 0, which rounding may produce.
+            num_heavy = tl.sum((above >= least).to(tl.int32), 0)
+            is_next = places == num_heavy
+            low = tl.sum(tl.where(places == num_heavy - 1, pivots, 0), 0)
+            is_narrower = num_heavy < 16
+            high = tl.where(is_narrower, tl.sum(tl.where(is_next, pivots, 0), 0), high)
+            heavier = tl.where(is_narrower, tl.sum(tl.where(is_next, above, 0.0), 0), heavier)
+    return low, high, heavier, least
+
+
+@triton.jit
+def _pivots(low, high, place, temperature, IS_TOP_P: tl.constexpr):
+    """Returns the keys at which pass `place` divides the range, `[16]` int64; the first is `low`.
+
+    The first pass divides the values that matter most, and leaves all below to its first part.
+    """
+    sixteenths = tl.arange(0, 16)
+    top = _value_of(high)
+    reach = temperature.to(tl.float64) * _TOP_P_REACH if IS_TOP_P else _TOP_K_REACH
+    is_bounded = low > _KEY_OF_MINUS_INFINITY
+    bottom = tl.where(is_bounded, _value_of(tl.where(is_bounded, low, high)), top - reach * 16 / 15)
+    values = bottom + (top - bottom) * (sixteenths.to(tl.float64) / 16)
+    values = tl.maximum(values, _LOWEST).to(tl.float32)
+    pivots = _ordered(values.to(tl.int32, bitcast=True)).to(tl.int64)
+    divides_values = (place == 0) | (is_bounded & (place < _LINEAR_PASSES))
+    pivots = tl.where(divides_values, pivots, low + _step(low, high) * sixteenths)
+    return tl.where(sixteenths == 0, low, tl.minimum(pivots, high))
+
+
+@triton.jit
+def _value_of(key):
+    """Returns the number with an ordered key, in float64."""
+    return _ordered(key.to(tl.int32)).to(tl.float32, bitcast=True).to(tl.float64)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ __all__ = [
     "Mechanisms",
     "RowLaunch",
     "Rows",
+    "SearchLaunch",
     "TileLaunch",
     "launch_table",
     "load_launch_table",
@@ -37,8 +38,9 @@ TABLES_FOLDER = Path(__file__).parent / "launch_tables"
 _DEFAULT = "default"
 _DEVICES, _MECHANISMS = "devices", "mechanisms"
 _POWERS_OF_TWO = frozenset({"block_m", "block_n", "block_k", "block_size", "num_warps"})
-_MINIMA = {"block_m": 16, "block_n": 16, "block_k": 16}  # of matrix products
-_MAXIMA = {"num_warps": 32, "num_stages": 8}
+_MINIMA = {"block_m": 16, "block_n": 16, "block_k": 16, "shares_evenly": 0}  # of matrix products
+_REGISTERS_OF_SM, _MAX_REGISTERS = 65_536, 255
+_MAXIMA = {"num_warps": 32, "num_stages": 8, "shares_evenly": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,18 @@ class BlockLaunch(RowLaunch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLaunch(BlockLaunch):
+    """Launch parameters of the search for thresholds in rows of logits.
+
+    Attributes:
+        num_passes: passes over whole rows, each of which leaves a sixteenth of the range; what
+            then lies in it is gathered and searched apart. With 10 at most one value is left.
+    """
+
+    num_passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLaunch(RowLaunch):
     """Launch parameters of attention over paged KV.
 
@@ -88,12 +102,22 @@ class DecodeAttentionLaunch(AttentionLaunch):
     Attributes:
         min_tokens_per_split: the least cached tokens of a program.
         max_splits: the most programs for one context.
-        programs_per_sm: programs that keep a streaming multiprocessor busy.
+        programs_per_sm: programs that keep a streaming multiprocessor busy; with `shares_evenly`
+            as many as its registers and shared memory have room for, so that none waits.
+        shares_evenly: 1: all contexts are divided evenly among the programs, by a list of work
+            that the device makes of their lengths; 0: each is divided among as many programs.
     """
 
     min_tokens_per_split: int
     max_splits: int
     programs_per_sm: int
+    shares_evenly: int
+
+    @property
+    def max_registers(self) -> int | None:
+        """The most registers of a thread with which so many programs have room; None for any."""
+        registers = _REGISTERS_OF_SM // (32 * self.num_warps * self.programs_per_sm)
+        return None if registers >= _MAX_REGISTERS else registers // 8 * 8
 
 
 Launch = TypeVar("Launch", bound=RowLaunch)
@@ -199,7 +223,7 @@ class LaunchTable:
     few_row_linear: Rows[FewRowLaunch]
     rotate_and_write_kv: Rows[BlockLaunch]
     block_copy: Rows[BlockLaunch]
-    draw_thresholds: Rows[BlockLaunch]
+    draw_thresholds: Rows[SearchLaunch]
     draw_tokens: Rows[BlockLaunch]
     token_logprobs: Rows[BlockLaunch]
     mechanisms: Mechanisms
@@ -216,7 +240,7 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
     "few_row_linear": FewRowLaunch,
     "rotate_and_write_kv": BlockLaunch,
     "block_copy": BlockLaunch,
-    "draw_thresholds": BlockLaunch,
+    "draw_thresholds": SearchLaunch,
     "draw_tokens": BlockLaunch,
     "token_logprobs": BlockLaunch,
 }

@@ -8,6 +8,7 @@ process where `triton` interprets kernels.
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,6 +35,7 @@ from kernels.triton import (
     cache,
     experts,
     latent,
+    launch,
     linear,
     logit_rules,
     pointwise,
@@ -83,6 +85,14 @@ def _attend(spans, dtype=BF16, *, window=None, narrow_dtype=None, head_dim=128, 
     )
     case = case if narrow_dtype is None else case.quantized(narrow_dtype)
     case.attend(window, module=attention)
+
+
+def _attend_divided() -> None:
+    """Attends with every context divided among as many programs."""
+    table = launch.launch_table(CPU)
+    rows = tuple(replace(row, shares_evenly=0) for row in table.decode_attention.rows)
+    with launch.replaced_launch_table(replace(table, decode_attention=launch.Rows(rows))):
+        _attend(DECODE)
 
 
 def _attend_latent(spans, dtype=BF16, *, narrow_dtype=None, num_heads=16) -> None:
@@ -291,6 +301,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prepare, 8-bit integers": partial(_prepare, narrow_dtype=INT8),
     "prepare, float32": partial(_prepare, FP32),
     "decode": partial(_attend, DECODE),
+    "decode, divided": _attend_divided,
     "decode, window and cap": partial(_attend, DECODE, window=100, soft_cap=30.0),
     "decode, sinks": partial(_attend, DECODE, has_sinks=True),
     "decode, 8-bit floats": partial(_attend, DECODE, narrow_dtype=FP8),

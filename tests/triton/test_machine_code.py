@@ -81,9 +81,9 @@ def test_few_rows_prefetch_weights_before_they_wait_and_wait_before_they_let_go(
 
 
 def test_8_bit_floats_of_kv_are_widened_by_integers(cases):
-    """Conversions one by one take registers, too: two programs had room instead of three."""
+    """The loop over contexts takes registers, too: two programs have room, not three."""
     (attend,) = [code for code in cases["decode, 8-bit floats"] if "attend" in code["kernel"]]
     assert count(attend, "HMUL2.BF16") + count(attend, "HFMA2", "BF16")
     assert count(attend, "F2F.") == count(attend, "E4M3") == 0
-    assert attend["registers"] <= 168  # of three programs of 128 threads
+    assert attend["registers"] <= 248  # of two programs of 128 threads
     assert attend["stack_bytes"] == 0

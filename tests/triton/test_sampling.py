@@ -12,7 +12,12 @@ from engine.batch import INVALID_TOKEN
 from kernels.reference import sampling as reference_sampling
 from kernels.triton import draw_thresholds, sampling
 from kernels.triton.draw_thresholds import find_thresholds
-from kernels.triton.launch import launch_table
+from kernels.triton.launch import (
+    Rows,
+    launch_table,
+    load_launch_table,
+    replaced_launch_table,
+)
 from kernels.triton.pointwise import row_maxima
 from tests.support.devices import DEVICE
 from tests.support.draw_cases import (
@@ -118,6 +123,44 @@ def test_programs_that_share_a_row_add_up_their_kept_weights(kind):
     assert torch.equal(kept, expected)
     assert kept[2].all()
     assert kept[:, tokens_per_split:].any(dim=-1).all()
+
+
+# Top-k and top-p that are found at once, far below the maximum, among equals, and hot or cold.
+_LIMITS = [(1.0, 7, 1.0), (1.0, 600, 1.0), (1.0, 0, 0.9), (0.01, 9, 0.99), (30.0, 300, 0.99)]
+
+
+def _check_kept(scale):
+    for kind in ("normal", "ties"):
+        logits = make_logits(kind, len(_LIMITS), 700) * scale
+        draws = draw_table(*((*limits, 0) for limits in _LIMITS))
+        kept, expected = _kept(logits, draws)
+        assert torch.equal(kept, expected), kind
+
+
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize(
+    ("capacity", "scale"), [(1, 1.0), (40, 1.0), (40, 20.0), (40, 0.01), (40, 1e30)]
+)
+def test_values_that_are_too_many_to_gather_are_searched_in_place(capacity, scale, monkeypatch):
+    monkeypatch.setattr(draw_thresholds, "_CAPACITY", capacity)
+    _check_kept(scale)
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("num_passes", [1, 10])
+def test_any_number_of_passes_before_gathering_keeps_the_same(num_passes):
+    table = load_launch_table("cpu")
+    (row,) = table.draw_thresholds.rows
+    rows = Rows((dataclasses.replace(row, num_passes=num_passes),))
+    with replaced_launch_table(dataclasses.replace(table, draw_thresholds=rows)):
+        _check_kept(1.0)
+
+
+def test_equal_values_beyond_the_room_for_gathered_ones():
+    logits = torch.zeros(2, draw_thresholds._CAPACITY + 900)
+    logits[:, 5], logits[1, 7:] = 0.5, -0.03
+    kept, expected = _kept(logits, draw_table((1.0, 50, 1.0, 0), (1.0, 0, 0.5, 0)))
+    assert torch.equal(kept, expected)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ __all__ = [
     "count",
     "format_byte_size",
     "gibibytes",
+    "names",
     "parse_byte_size",
     "parse_count",
 ]
@@ -125,6 +126,12 @@ def auto_or_number(text: str) -> str | float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+
+
+def names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names as a tuple; a flag's text has them separated by commas."""
+    parts = given.split(",") if isinstance(given, str) else given
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _checked(parse: Callable[[str], int], text: str) -> int:

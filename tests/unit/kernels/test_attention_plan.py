@@ -17,6 +17,7 @@ DECODE = DecodeAttentionLaunch(
     min_tokens_per_split=256,
     max_splits=64,
     programs_per_sm=2,
+    shares_evenly=0,
 )
 PREFILL = AttentionLaunch(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
@@ -117,6 +118,19 @@ def test_a_small_chunk_of_a_long_context_is_divided_too():
     (large,) = plan([8192], max_context_len=30_000)
     assert small.num_splits == 6  # each of 3 blocks times 8 heads
     assert large.num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_context_len", "num_programs"),
+    [(1, 100_000, 264), (64, 100_000, 264), (1, 255, 8), (1, 256, 16), (500, 1, 264)],
+)
+def test_programs_that_share_contexts_are_as_many_as_are_busy(
+    num_seqs, max_context_len, num_programs
+):
+    sizes = sizes_of([1] * num_seqs, max_context_len=max_context_len)
+    (decode,) = plan_passes(sizes, replace(DECODE, shares_evenly=1), PREFILL)
+    assert decode.num_programs == num_programs
+    assert decode.num_partial_rows == 2 * num_programs * 4
 
 
 def test_only_passes_with_split_contexts_store_partial_results():

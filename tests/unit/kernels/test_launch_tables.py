@@ -86,6 +86,10 @@ def test_a_device_turns_single_mechanisms_on_and_off(folder):
             r"row_norm\.up_to must rise",
         ),
         ({"prefill_attention": [{**ATTENTION, "block_m": 8}]}, "block_m is 8: .* of 16 to"),
+        (
+            {"decode_attention": [{**DEFAULT["decode_attention"][-1], "shares_evenly": 2}]},
+            "shares_evenly is 2: .* of 0 to 1",
+        ),
         ({"prefill_attention": [{**ATTENTION, "block_n": 48}]}, "block_n is 48: .* power of two"),
         ({"devices": "Some"}, "devices is 'Some': it must be a list of names"),
         ({"mechanisms": []}, r"mechanisms is \[\]: it must be an object"),
