@@ -259,9 +259,12 @@ class BatchFolder:
                 self._record_path(key, "batches", batch.id).unlink(missing_ok=True)
 
     def _unfinished(self, key: str) -> Iterator[BatchRecord]:
+        """The batches of a client that have not finished; those that cannot be read are left
+        out.
+        """
         for queued in self.queue():
             if queued.tenant_key == key:
-                record = self.batch_by_key(key, queued.id)
+                record = self._read_or_log(BatchRecord, key, "batches", queued.id)
                 if record is not None and not record.is_finished:
                     yield record
 
@@ -293,16 +296,19 @@ class BatchFolder:
 
     def _records(self, kind: type[_Record], key: str, folder: str) -> list[_Record]:
         """The records of a client, the newest first; those that cannot be read are left out."""
-        records = []
-        for record_id in self._ids(key, folder):
-            try:
-                record = self._read(kind, key, folder, record_id)
-            except BatonError as error:
-                _LOGGER.error("%s of %s: %s", record_id, folder, error)
-                continue
-            if record is not None:
-                records.append(record)
+        read = (self._read_or_log(kind, key, folder, each) for each in self._ids(key, folder))
+        records = [record for record in read if record is not None]
         return sorted(records, key=lambda record: (-record.created_at, record.id))
+
+    def _read_or_log(
+        self, kind: type[_Record], key: str, folder: str, record_id: str
+    ) -> _Record | None:
+        """`_read`, but a record that is malformed, or of another version, is logged, and None."""
+        try:
+            return self._read(kind, key, folder, record_id)
+        except BatonError as error:
+            _LOGGER.error("%s of %s: %s", record_id, folder, error)
+            return None
 
     def _read(self, kind: type[_Record], key: str, folder: str, record_id: str) -> _Record | None:
         if not _ID.fullmatch(record_id):

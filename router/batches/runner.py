@@ -117,6 +117,22 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs batches until it is cancelled. Waits while another process runs them."""
+        try:
+            while True:
+                try:
+                    await self._run_with_lock()
+                except OSError as error:
+                    _LOGGER.error("cannot lock the folder of batches, trying again: %s", error)
+                await asyncio.sleep(_TRY_AGAIN_S)
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _run_with_lock(self) -> None:
+        """Waits for the lock of the folder, and runs batches.
+
+        Raises:
+            OSError: the folder cannot be locked.
+        """
         lock = await self._in_thread(os.open, self._folder.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             while not await self._in_thread(_locks, lock):
@@ -126,7 +142,6 @@ class BatchRunner:
         finally:
             await self._stop()
             os.close(lock)  # frees the lock; the batches have ended
-            self._threads.shutdown(wait=False)
 
     async def _run_batches(self) -> None:
         loop = asyncio.get_running_loop()

@@ -106,3 +106,17 @@ def test_what_has_expired_is_removed(folder, clock, tmp_path):
     assert not folder.batches("a")
     remaining = [path for path in (tmp_path / "batches" / "tenants").rglob("*") if path.is_file()]
     assert remaining == []
+
+
+def test_a_malformed_record_concerns_its_batch_alone(folder, clock, tmp_path):
+    bad, good = add_batch(folder, ["1"], "a"), add_batch(folder, ["2"], "a")
+    old = add_file(folder, "a")
+    (path,) = (tmp_path / "batches" / "tenants").rglob(f"{bad.id}.json")
+    path.write_text('{"of": "another version"}')
+    assert [batch.id for batch in folder.batches("a")] == [good.id]
+    folder.delete_file("a", bad.input_file_id)
+    with pytest.raises(FailedPreconditionError, match=good.id):
+        folder.delete_file("a", good.input_file_id)
+    clock.now += HOUR_S
+    folder.sweep()
+    assert not folder.content_path(key_of("a"), old.id).exists()

@@ -175,6 +175,30 @@ async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
     assert not folder.queue()
 
 
+async def test_a_malformed_record_stops_no_other_batch(folder, tmp_path):
+    bad, good = add_batch(folder, ["a"]), add_batch(folder, ["b"])
+    (path,) = (tmp_path / "batches" / "tenants").rglob(f"{bad.id}.json")
+    path.write_text("{")
+    async with running(folder, Api()):
+        await finished(folder, good, "completed")
+
+
+async def test_a_lock_that_fails_is_tried_again(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_TRY_AGAIN_S", 0.02)
+    locks = runner_module._locks
+    failures = iter([OSError(37, "No locks available")])
+
+    def fail_once(lock):
+        if (error := next(failures, None)) is not None:
+            raise error
+        return locks(lock)
+
+    monkeypatch.setattr(runner_module, "_locks", fail_once)
+    batch = add_batch(folder, ["a"])
+    async with running(folder, Api()):
+        await finished(folder, batch, "completed")
+
+
 async def test_a_full_disk_is_tried_again(folder, monkeypatch):
     monkeypatch.setattr(runner_module, "_TRY_AGAIN_S", 0.02)
     batch = add_batch(folder, ["a", "b"])
