@@ -183,7 +183,11 @@ class BatchFolder:
                 "finished are removed with time"
             )
         self.write_batch(key, record)
-        _write(self._queue / f"{time.time_ns():020}.{record.id}.{key}", b"")
+        try:
+            self._enqueue(key, record.id)
+        except OSError:
+            self._record_path(key, "batches", record.id).unlink(missing_ok=True)
+            raise
 
     def write_batch(self, tenant_key: str, record: BatchRecord) -> None:
         """Replaces the record of a batch. Called by whoever runs it."""
@@ -240,7 +244,9 @@ class BatchFolder:
         batch.marker.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes what has expired, and what interrupted writes left behind."""
+        """Removes what has expired, and what interrupted writes left behind. A batch that was never
+        put into the queue is put there.
+        """
         _remove_temporaries(self._queue, self._clock())
         for tenant in list(self._tenants.iterdir()):
             self._sweep_tenant(tenant.name)
@@ -249,6 +255,7 @@ class BatchFolder:
         for kind in ("files", "batches"):
             _remove_temporaries(self._tenants / key / kind, self._clock())
         in_use = {batch.input_file_id for batch in self._unfinished(key)}
+        queued = {batch.id for batch in self.queue()}
         for file in self._records(FileRecord, key, "files"):
             if file.expires_at <= self.now and file.id not in in_use:
                 self._remove_file(key, file.id)
@@ -257,6 +264,11 @@ class BatchFolder:
             if batch.is_finished and finished_at + MAX_TTL_S <= self.now:
                 self._cancel_path(key, batch.id).unlink(missing_ok=True)
                 self._record_path(key, "batches", batch.id).unlink(missing_ok=True)
+            elif not batch.is_finished and batch.id not in queued:
+                self._enqueue(key, batch.id)  # twice does no harm: a finished one leaves
+
+    def _enqueue(self, key: str, batch_id: str) -> None:
+        _write(self._queue / f"{time.time_ns():020}.{batch_id}.{key}", b"")
 
     def _unfinished(self, key: str) -> Iterator[BatchRecord]:
         """The batches of a client that have not finished; those that cannot be read are left
