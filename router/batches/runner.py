@@ -2,7 +2,8 @@
 
     lock     the runner.lock of the folder; the kernel frees it when its process ends
     queue    looked at every second, or when a client of this process changes something
-    batches  several at once; each waits in turn for places, of which there are few
+    batches  several at once; each waits in turn for places, of which there are few; a request that
+             is refused for a time leaves its place to others
     results  appended one by one, so that a run that ends at any moment goes on elsewhere
 
 A batch's requests have a low priority, and at most half of the fleet's places: interactive traffic
@@ -26,7 +27,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from router.batches.folder import BatchFolder, QueuedBatch
 from router.batches.requests import BatchRequest
 from router.batches.run import BatchRun
-from router.batches.slots import Slots
+from router.batches.slots import BatchSlots, Slots
 
 __all__ = ["BATCH_PRIORITY", "Answer", "BatchRunner", "CallApi"]
 
@@ -221,26 +222,18 @@ class BatchRunner:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _send_all(self, run: BatchRun, disk: "_Disk") -> None:
+        slots = BatchSlots(self._slots)
         async with asyncio.TaskGroup() as group:
             while requests := await disk.call(run.next_requests):
                 for request in requests:
-                    await self._slots.take(request.num_bytes)
-                    self._start(group, self._send(run, request, disk), request.num_bytes)
+                    await slots.take(request.num_bytes)
+                    sending = self._send(run, request, disk, slots)
+                    _start(group, sending, partial(slots.release, request.num_bytes))
 
-    def _start(
-        self, group: asyncio.TaskGroup, sending: Coroutine[Any, Any, None], num_bytes: int
+    async def _send(
+        self, run: BatchRun, request: BatchRequest, disk: "_Disk", slots: BatchSlots
     ) -> None:
-        """Sends a request that has a place."""
-        try:
-            task = group.create_task(sending)
-        except RuntimeError:  # another request of the group has failed
-            sending.close()
-            self._slots.release(num_bytes)
-            raise
-        task.add_done_callback(lambda _: self._slots.release(num_bytes))
-
-    async def _send(self, run: BatchRun, request: BatchRequest, disk: "_Disk") -> None:
-        """Sends a request until it has an answer that stays."""
+        """Sends a request, which has a place, until it has an answer that stays."""
         body, record = _body_of(request), run.record
         request_id = f"{record.id}-{request.number}"
         num_failures, wait_s = 0, _MIN_WAIT_S
@@ -250,8 +243,9 @@ class BatchRunner:
             is_final = answer.status < _FIRST_SERVER_ERROR or num_failures >= _MAX_FAILURES
             if is_final and not answer.is_busy:
                 break
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(max(answer.retry_after_s or 0.0, 2 * wait_s), _MAX_WAIT_S)
+            least_s = min(answer.retry_after_s or 0.0, _MAX_WAIT_S)
+            await slots.rest(least_s + wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
         await disk.call(run.add_answer, request.custom_id, answer.status, request_id, answer.body)
 
     async def _in_thread(
@@ -277,6 +271,19 @@ class _Disk:
         """Returns the result of a method."""
         async with self._turn:
             return await _settled(self._threads, partial(method, *args, **kwargs))
+
+
+def _start(
+    group: asyncio.TaskGroup, sending: Coroutine[Any, Any, None], release: Callable[[], None]
+) -> None:
+    """Sends a request that has a place."""
+    try:
+        task = group.create_task(sending)
+    except RuntimeError:  # another request of the group has failed
+        sending.close()
+        release()
+        raise
+    task.add_done_callback(lambda _: release())
 
 
 async def _settled(threads: Executor, function: Callable[[], _Result]) -> _Result:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 
@@ -14,13 +16,22 @@ from tests.support.clock import Clock
 from tests.support.conditions import until
 
 OK = Answer(200, b'{"object": "text_completion"}')
+BUSY = Answer(429, b"{}", is_busy=True, retry_after_s=9.0)
+EMPTY: Mapping[int, Sequence[Answer]] = MappingProxyType({})
 
 
 class Api:
-    """Answers calls; those after the first `num_free` wait until they are let go."""
+    """Answers calls; those after the first `num_free` wait until they are let go.
 
-    def __init__(self, *answers: Answer, num_free: int = 10**9) -> None:
-        self.answers = list(answers)
+    Args:
+        answers: by the number of a request's line, before it has a good one.
+        num_free: how many calls do not wait.
+    """
+
+    def __init__(
+        self, answers: Mapping[int, Sequence[Answer]] = EMPTY, num_free: int = 10**9
+    ) -> None:
+        self.answers = {number: list(those) for number, those in answers.items()}
         self.calls: list[tuple[str, str, dict]] = []
         self.request_ids: list[str] = []
         self.num_running = self.most_running = 0
@@ -36,7 +47,8 @@ class Api:
             if len(self.calls) > self.num_free:
                 await self.may_go.wait()
             await asyncio.sleep(0)
-            return self.answers.pop(0) if self.answers else OK
+            left = self.answers.get(int(request_id.rpartition("-")[2]))
+            return left.pop(0) if left else OK
         finally:
             self.num_running -= 1
 
@@ -87,19 +99,19 @@ async def test_requests_run_for_their_client_at_low_priority_and_few_at_once(fol
 async def test_a_busy_api_is_asked_again_and_an_error_stays(folder, monkeypatch):
     monkeypatch.setattr(runner_module, "_MIN_WAIT_S", 0.001)
     monkeypatch.setattr(runner_module, "_MAX_WAIT_S", 0.001)
-    busy = Answer(429, b"{}", is_busy=True, retry_after_s=9.0)
     lost, refused = Answer(503, b"{}"), Answer(400, b'{"error": {"param": "n"}}')
-    api = Api(*[busy] * 5, refused, *[lost] * 3, lost)
+    api = Api({1: [*[BUSY] * 5, refused], 2: [lost] * 3, 3: [lost]})
     batch = add_batch(folder, ["refused", "lost", "found"])
     async with running(folder, api, limit=1):
         record = await finished(folder, batch, "completed")
     answers, errors = results_of(folder, batch)
     assert ids_of(answers) == ["found"]
-    assert [(each["custom_id"], each["response"]["status_code"]) for each in errors] == [
-        ("refused", 400),
-        ("lost", 503),
-    ]
-    assert errors[0]["response"]["body"] == {"error": {"param": "n"}}
+    responses = {each["custom_id"]: each["response"] for each in errors}
+    assert {name: each["status_code"] for name, each in responses.items()} == {
+        "refused": 400,
+        "lost": 503,
+    }
+    assert responses["refused"]["body"] == {"error": {"param": "n"}}
     assert (record.completed, record.failed) == (1, 2)
 
 
@@ -160,6 +172,28 @@ async def test_batches_take_turns(folder):
     places = [i for i, request_id in enumerate(api.request_ids) if short.id in request_id]
     assert len(places) == 2
     assert places[1] < 100
+
+
+class RefusesOne(Api):
+    """Has no answers for a client."""
+
+    async def __call__(self, tenant, path, body, request_id) -> Answer:
+        answer = await super().__call__(tenant, path, body, request_id)
+        return BUSY if tenant == "refused" else answer
+
+
+async def test_a_batch_that_is_refused_for_long_leaves_its_places_to_others(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_MIN_WAIT_S", 0.001)
+    monkeypatch.setattr(runner_module, "_MAX_WAIT_S", 0.001)
+    api = RefusesOne()
+    refused = add_batch(folder, [str(i) for i in range(20)], "refused")
+    async with running(folder, api, limit=2):
+        await until(lambda: len(api.calls) > 20)
+        served = add_batch(folder, [str(i) for i in range(20)], "served")
+        await finished(folder, served, "completed")
+    assert folder.batch("refused", refused.id).status == "in_progress"
+    tried = {request_id for request_id in api.request_ids if refused.id in request_id}
+    assert len(tried) <= 8  # those that rest are in memory
 
 
 async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
