@@ -12,7 +12,6 @@ keeps the others, and is served first.
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import random
@@ -29,12 +28,9 @@ from router.batches.requests import BatchRequest
 from router.batches.run import BatchRun
 from router.batches.slots import BatchSlots, Slots
 
-__all__ = ["BATCH_PRIORITY", "Answer", "BatchRunner", "CallApi"]
+__all__ = ["Answer", "BatchRunner", "CallApi"]
 
 _LOGGER = logging.getLogger("baton.batches")
-BATCH_PRIORITY = 100
-"""Added to the priority of a request; that of interactive ones is 0 unless they state another."""
-_MAX_PRIORITY = 2**31 - 1
 _MAX_BATCHES = 16
 """The most batches that run at once; the others wait in the queue."""
 _MAX_BATCHES_OF_TENANT = 4
@@ -234,11 +230,11 @@ class BatchRunner:
         self, run: BatchRun, request: BatchRequest, disk: "_Disk", slots: BatchSlots
     ) -> None:
         """Sends a request, which has a place, until it has an answer that stays."""
-        body, record = _body_of(request), run.record
+        record = run.record
         request_id = f"{record.id}-{request.number}"
         num_failures, wait_s = 0, _MIN_WAIT_S
         while True:
-            answer = await self._call(record.tenant, record.endpoint, body, request_id)
+            answer = await self._call(record.tenant, record.endpoint, request.body, request_id)
             num_failures += answer.status >= _FIRST_SERVER_ERROR and not answer.is_busy
             is_final = answer.status < _FIRST_SERVER_ERROR or num_failures >= _MAX_FAILURES
             if is_final and not answer.is_busy:
@@ -305,12 +301,3 @@ def _locks(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _body_of(request: BatchRequest) -> bytes:
-    """The body of a request, with the priority of batches."""
-    body = dict(request.body)
-    priority = body.get("priority") or 0
-    if isinstance(priority, int | float):  # another type is refused by the endpoint
-        body["priority"] = min(priority + BATCH_PRIORITY, _MAX_PRIORITY)
-    return json.dumps(body).encode()

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from router.batches.runner import BATCH_PRIORITY
+from router.batches.requests import BATCH_PRIORITY
 from router.config.security import RouterSecurityConfig
 from router.config.tenants import TenantsConfig
 from tests.support.batches import ENDPOINT, HOUR_S, ids_of, input_line, input_of

@@ -10,7 +10,8 @@ import pytest
 
 from router.batches import runner as runner_module
 from router.batches.folder import BatchFolder, key_of
-from router.batches.runner import BATCH_PRIORITY, Answer, BatchRunner
+from router.batches.requests import BATCH_PRIORITY
+from router.batches.runner import Answer, BatchRunner
 from tests.support.batches import ENDPOINT, add_batch, ids_of, results_of
 from tests.support.clock import Clock
 from tests.support.conditions import until
