@@ -118,16 +118,16 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int) -> InputCheck:
 
 
 def read_requests(
-    path: Path, endpoint: str, max_line_bytes: int, done: Container[bytes] = frozenset()
+    path: Path, endpoint: str, done: Container[bytes] = frozenset()
 ) -> Iterator[BatchRequest]:
-    """Yields the requests of a file that `check_input` has accepted.
+    """Yields the requests of a file that `check_input` has accepted, whatever its limit was.
 
     Args:
         path: the file.
         endpoint: the path that they are for.
-        max_line_bytes: the most bytes of one.
         done: digests of the `custom_id`s of those that are left out.
     """
+    max_line_bytes = path.stat().st_size
     for number, line in _lines(path, max_line_bytes):
         custom_id, body = _parse(line, endpoint, max_line_bytes)
         if id_digest(custom_id) not in done:
