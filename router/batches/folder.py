@@ -249,7 +249,10 @@ class BatchFolder:
         """
         _remove_temporaries(self._queue, self._clock())
         for tenant in list(self._tenants.iterdir()):
-            self._sweep_tenant(tenant.name)
+            try:
+                self._sweep_tenant(tenant.name)
+            except OSError as error:
+                _LOGGER.error("cannot remove what has expired in %s: %s", tenant, error)
 
     def _sweep_tenant(self, key: str) -> None:
         for kind in ("files", "batches"):

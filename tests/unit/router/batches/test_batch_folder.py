@@ -148,3 +148,13 @@ def test_a_batch_that_a_killed_router_left_out_of_the_queue_is_put_there(folder)
     end(folder, folder.queue()[0])
     folder.sweep()
     assert not folder.queue()
+
+
+def test_what_cannot_be_swept_keeps_no_other_file(folder, clock, tmp_path):
+    files = {tenant: add_file(folder, tenant) for tenant in "abc"}
+    for name in ("!", "~"):  # first and last by name, wherever the file system lists them
+        (tmp_path / "batches" / "tenants" / name).write_text("no folder")
+    clock.now += HOUR_S
+    folder.sweep()
+    for tenant, file in files.items():
+        assert not folder.content_path(key_of(tenant), file.id).exists()
