@@ -28,6 +28,7 @@ async def test_a_disk_that_does_not_answer_does_not_hold_the_stop(tmp_path, monk
     runner = BatchRunner(folder, never_called, lambda: 1, 4096, interval_s=0.02)
     service = BatchService(folder, runner)
     service.start()
+    running = service._running
     try:
         await asyncio.to_thread(hangs.wait, 30)
         async with asyncio.timeout(20):
@@ -36,3 +37,4 @@ async def test_a_disk_that_does_not_answer_does_not_hold_the_stop(tmp_path, monk
         assert not answers.is_set()
     finally:
         answers.set()
+        await asyncio.gather(running, return_exceptions=True)
