@@ -57,6 +57,7 @@ class CallInfo:
         caller: who makes the call, as its server found out; None if it did not ask.
         session: the conversation that the call belongs to; empty if its headers name none.
         slo: how soon the caller wants its tokens.
+        is_counted: whether it counts against the caller's limits of calls.
     """
 
     request_id: str = ""
@@ -66,6 +67,7 @@ class CallInfo:
     caller: object = None
     session: str = ""
     slo: Slo = NO_SLO
+    is_counted: bool = True
 
     def __post_init__(self) -> None:
         if self.trace is not None:

@@ -183,7 +183,11 @@ class BatchFolder:
                 "finished are removed with time"
             )
         self.write_batch(key, record)
-        _write(self._queue / f"{time.time_ns():020}.{record.id}.{key}", b"")
+        try:
+            self._enqueue(key, record.id)
+        except OSError:
+            self._record_path(key, "batches", record.id).unlink(missing_ok=True)
+            raise
 
     def write_batch(self, tenant_key: str, record: BatchRecord) -> None:
         """Replaces the record of a batch. Called by whoever runs it."""
@@ -240,15 +244,21 @@ class BatchFolder:
         batch.marker.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes what has expired, and what interrupted writes left behind."""
+        """Removes what has expired, and what interrupted writes left behind. A batch that was never
+        put into the queue is put there.
+        """
         _remove_temporaries(self._queue, self._clock())
         for tenant in list(self._tenants.iterdir()):
-            self._sweep_tenant(tenant.name)
+            try:
+                self._sweep_tenant(tenant.name)
+            except OSError as error:
+                _LOGGER.error("cannot remove what has expired in %s: %s", tenant, error)
 
     def _sweep_tenant(self, key: str) -> None:
         for kind in ("files", "batches"):
             _remove_temporaries(self._tenants / key / kind, self._clock())
         in_use = {batch.input_file_id for batch in self._unfinished(key)}
+        queued = {batch.id for batch in self.queue()}
         for file in self._records(FileRecord, key, "files"):
             if file.expires_at <= self.now and file.id not in in_use:
                 self._remove_file(key, file.id)
@@ -257,11 +267,19 @@ class BatchFolder:
             if batch.is_finished and finished_at + MAX_TTL_S <= self.now:
                 self._cancel_path(key, batch.id).unlink(missing_ok=True)
                 self._record_path(key, "batches", batch.id).unlink(missing_ok=True)
+            elif not batch.is_finished and batch.id not in queued:
+                self._enqueue(key, batch.id)  # twice does no harm: a finished one leaves
+
+    def _enqueue(self, key: str, batch_id: str) -> None:
+        _write(self._queue / f"{time.time_ns():020}.{batch_id}.{key}", b"")
 
     def _unfinished(self, key: str) -> Iterator[BatchRecord]:
+        """The batches of a client that have not finished; those that cannot be read are left
+        out.
+        """
         for queued in self.queue():
             if queued.tenant_key == key:
-                record = self.batch_by_key(key, queued.id)
+                record = self._read_or_log(BatchRecord, key, "batches", queued.id)
                 if record is not None and not record.is_finished:
                     yield record
 
@@ -293,16 +311,19 @@ class BatchFolder:
 
     def _records(self, kind: type[_Record], key: str, folder: str) -> list[_Record]:
         """The records of a client, the newest first; those that cannot be read are left out."""
-        records = []
-        for record_id in self._ids(key, folder):
-            try:
-                record = self._read(kind, key, folder, record_id)
-            except BatonError as error:
-                _LOGGER.error("%s of %s: %s", record_id, folder, error)
-                continue
-            if record is not None:
-                records.append(record)
+        read = (self._read_or_log(kind, key, folder, each) for each in self._ids(key, folder))
+        records = [record for record in read if record is not None]
         return sorted(records, key=lambda record: (-record.created_at, record.id))
+
+    def _read_or_log(
+        self, kind: type[_Record], key: str, folder: str, record_id: str
+    ) -> _Record | None:
+        """`_read`, but a record that is malformed, or of another version, is logged, and None."""
+        try:
+            return self._read(kind, key, folder, record_id)
+        except BatonError as error:
+            _LOGGER.error("%s of %s: %s", record_id, folder, error)
+            return None
 
     def _read(self, kind: type[_Record], key: str, folder: str, record_id: str) -> _Record | None:
         if not _ID.fullmatch(record_id):

@@ -1,7 +1,8 @@
 """The requests of a batch: lines of its input file, each a JSON object."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from baton.common.short_texts import short_repr
 from router.requests.json_input import parse_json
 
 __all__ = [
+    "BATCH_PRIORITY",
     "ENDPOINTS",
     "MAX_REQUESTS",
     "BatchRequest",
@@ -23,6 +25,9 @@ __all__ = [
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The endpoints that a batch may call."""
+BATCH_PRIORITY = 100
+"""Added to the priority of a request; that of interactive ones is 0 unless they state another."""
+_MAX_PRIORITY = 2**31 - 1
 MAX_REQUESTS = 50_000
 """The most requests of a batch, as at OpenAI."""
 _MAX_ID_CHARS = 512
@@ -36,19 +41,18 @@ class BatchRequest:
     Attributes:
         number: of its line, from 1.
         custom_id: the client's name for it.
-        body: its body.
-        num_bytes: of its line.
+        body: JSON of its body, with the priority of batches. Its values would take many times as
+            much memory while it runs.
     """
 
     number: int
     custom_id: str
-    body: Mapping[str, Any]
-    num_bytes: int
+    body: bytes
 
     @property
-    def digest(self) -> bytes:
-        """Of its `custom_id`, as `id_digest` makes it."""
-        return id_digest(self.custom_id)
+    def num_bytes(self) -> int:
+        """The size of its body."""
+        return len(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,8 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int) -> InputCheck:
             errors.append(_error("too_many_requests", f"a batch has at most {MAX_REQUESTS}", None))
             break
         try:
-            request = _parse(number, line, endpoint, max_line_bytes)
-            first = seen.setdefault(request.digest, number)
+            custom_id, _ = _parse(line, endpoint, max_line_bytes)
+            first = seen.setdefault(id_digest(custom_id), number)
             if first != number:
                 message = f"custom_id is that of line {first}; each request needs its own"
                 raise _LineError("duplicate_custom_id", message, "custom_id")
@@ -113,10 +117,21 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int) -> InputCheck:
     return InputCheck(total, tuple(errors))
 
 
-def read_requests(path: Path, endpoint: str, max_line_bytes: int) -> Iterator[BatchRequest]:
-    """Yields the requests of a file that `check_input` has accepted."""
+def read_requests(
+    path: Path, endpoint: str, done: Container[bytes] = frozenset()
+) -> Iterator[BatchRequest]:
+    """Yields the requests of a file that `check_input` has accepted, whatever its limit was.
+
+    Args:
+        path: the file.
+        endpoint: the path that they are for.
+        done: digests of the `custom_id`s of those that are left out.
+    """
+    max_line_bytes = path.stat().st_size
     for number, line in _lines(path, max_line_bytes):
-        yield _parse(number, line, endpoint, max_line_bytes)
+        custom_id, body = _parse(line, endpoint, max_line_bytes)
+        if id_digest(custom_id) not in done:
+            yield BatchRequest(number, custom_id, _text_of(body))
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -132,8 +147,8 @@ def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _parse(number: int, line: bytes, endpoint: str, max_line_bytes: int) -> BatchRequest:
-    """The request of a line.
+def _parse(line: bytes, endpoint: str, max_line_bytes: int) -> tuple[str, Mapping[str, Any]]:
+    """The `custom_id` and the body of a line's request.
 
     Raises:
         _LineError: it has none.
@@ -160,7 +175,16 @@ def _parse(number: int, line: bytes, endpoint: str, max_line_bytes: int) -> Batc
     if body.get("stream"):
         message = "body.stream is set; answers of a batch are whole"
         raise _LineError("invalid_request", message, "body.stream")
-    return BatchRequest(number, custom_id, body, len(line))
+    return custom_id, body
+
+
+def _text_of(body: Mapping[str, Any]) -> bytes:
+    """JSON of a body, with the priority of batches."""
+    fields = dict(body)
+    priority = fields.get("priority") or 0
+    if isinstance(priority, int | float):  # another type is refused by the endpoint
+        fields["priority"] = min(priority + BATCH_PRIORITY, _MAX_PRIORITY)
+    return json.dumps(fields).encode()
 
 
 def _error(

@@ -163,8 +163,7 @@ class BatchRun:
         assert self._errors is not None
         path = self._folder.content_path(self._queued.tenant_key, self.record.input_file_id)
         done = self._output.digests | self._errors.digests
-        requests = read_requests(path, self.record.endpoint, self._max_line_bytes)
-        return (request for request in requests if request.digest not in done)
+        return read_requests(path, self.record.endpoint, done)
 
     def _add(self, results: ResultFile | None, custom_id: str, line: bytes) -> None:
         assert results is not None

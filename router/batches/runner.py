@@ -2,7 +2,8 @@
 
     lock     the runner.lock of the folder; the kernel frees it when its process ends
     queue    looked at every second, or when a client of this process changes something
-    batches  several at once; each waits in turn for places, of which there are few
+    batches  several at once; each waits in turn for places, of which there are few; a request that
+             is refused for a time leaves its place to others
     results  appended one by one, so that a run that ends at any moment goes on elsewhere
 
 A batch's requests have a low priority, and at most half of the fleet's places: interactive traffic
@@ -11,7 +12,6 @@ keeps the others, and is served first.
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import random
@@ -26,14 +26,11 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from router.batches.folder import BatchFolder, QueuedBatch
 from router.batches.requests import BatchRequest
 from router.batches.run import BatchRun
-from router.batches.slots import Slots
+from router.batches.slots import BatchSlots, Slots
 
-__all__ = ["BATCH_PRIORITY", "Answer", "BatchRunner", "CallApi"]
+__all__ = ["Answer", "BatchRunner", "CallApi"]
 
 _LOGGER = logging.getLogger("baton.batches")
-BATCH_PRIORITY = 100
-"""Added to the priority of a request; that of interactive ones is 0 unless they state another."""
-_MAX_PRIORITY = 2**31 - 1
 _MAX_BATCHES = 16
 """The most batches that run at once; the others wait in the queue."""
 _MAX_BATCHES_OF_TENANT = 4
@@ -117,6 +114,22 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs batches until it is cancelled. Waits while another process runs them."""
+        try:
+            while True:
+                try:
+                    await self._run_with_lock()
+                except OSError as error:
+                    _LOGGER.error("cannot lock the folder of batches, trying again: %s", error)
+                await asyncio.sleep(_TRY_AGAIN_S)
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _run_with_lock(self) -> None:
+        """Waits for the lock of the folder, and runs batches.
+
+        Raises:
+            OSError: the folder cannot be locked.
+        """
         lock = await self._in_thread(os.open, self._folder.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             while not await self._in_thread(_locks, lock):
@@ -126,7 +139,6 @@ class BatchRunner:
         finally:
             await self._stop()
             os.close(lock)  # frees the lock; the batches have ended
-            self._threads.shutdown(wait=False)
 
     async def _run_batches(self) -> None:
         loop = asyncio.get_running_loop()
@@ -206,37 +218,30 @@ class BatchRunner:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _send_all(self, run: BatchRun, disk: "_Disk") -> None:
+        slots = BatchSlots(self._slots)
         async with asyncio.TaskGroup() as group:
             while requests := await disk.call(run.next_requests):
                 for request in requests:
-                    await self._slots.take(request.num_bytes)
-                    self._start(group, self._send(run, request, disk), request.num_bytes)
+                    await slots.take(request.num_bytes)
+                    sending = self._send(run, request, disk, slots)
+                    _start(group, sending, partial(slots.release, request.num_bytes))
 
-    def _start(
-        self, group: asyncio.TaskGroup, sending: Coroutine[Any, Any, None], num_bytes: int
+    async def _send(
+        self, run: BatchRun, request: BatchRequest, disk: "_Disk", slots: BatchSlots
     ) -> None:
-        """Sends a request that has a place."""
-        try:
-            task = group.create_task(sending)
-        except RuntimeError:  # another request of the group has failed
-            sending.close()
-            self._slots.release(num_bytes)
-            raise
-        task.add_done_callback(lambda _: self._slots.release(num_bytes))
-
-    async def _send(self, run: BatchRun, request: BatchRequest, disk: "_Disk") -> None:
-        """Sends a request until it has an answer that stays."""
-        body, record = _body_of(request), run.record
+        """Sends a request, which has a place, until it has an answer that stays."""
+        record = run.record
         request_id = f"{record.id}-{request.number}"
         num_failures, wait_s = 0, _MIN_WAIT_S
         while True:
-            answer = await self._call(record.tenant, record.endpoint, body, request_id)
+            answer = await self._call(record.tenant, record.endpoint, request.body, request_id)
             num_failures += answer.status >= _FIRST_SERVER_ERROR and not answer.is_busy
             is_final = answer.status < _FIRST_SERVER_ERROR or num_failures >= _MAX_FAILURES
             if is_final and not answer.is_busy:
                 break
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(max(answer.retry_after_s or 0.0, 2 * wait_s), _MAX_WAIT_S)
+            least_s = min(answer.retry_after_s or 0.0, _MAX_WAIT_S)
+            await slots.rest(least_s + wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
         await disk.call(run.add_answer, request.custom_id, answer.status, request_id, answer.body)
 
     async def _in_thread(
@@ -264,6 +269,19 @@ class _Disk:
             return await _settled(self._threads, partial(method, *args, **kwargs))
 
 
+def _start(
+    group: asyncio.TaskGroup, sending: Coroutine[Any, Any, None], release: Callable[[], None]
+) -> None:
+    """Sends a request that has a place."""
+    try:
+        task = group.create_task(sending)
+    except RuntimeError:  # another request of the group has failed
+        sending.close()
+        release()
+        raise
+    task.add_done_callback(lambda _: release())
+
+
 async def _settled(threads: Executor, function: Callable[[], _Result]) -> _Result:
     """Returns the result of a function in a thread. If the caller is cancelled, the function has
     ended all the same when this ends: nothing changes files behind the back of what follows.
@@ -283,12 +301,3 @@ def _locks(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _body_of(request: BatchRequest) -> bytes:
-    """The body of a request, with the priority of batches."""
-    body = dict(request.body)
-    priority = body.get("priority") or 0
-    if isinstance(priority, int | float):  # another type is refused by the endpoint
-        body["priority"] = min(priority + BATCH_PRIORITY, _MAX_PRIORITY)
-    return json.dumps(body).encode()

@@ -19,6 +19,7 @@ __all__ = ["BatchService", "window_s"]
 
 _LOGGER = logging.getLogger("baton.batches")
 _NUM_THREADS = 4
+_STOP_TIMEOUT_S = 10.0
 _MIN_TTL_S = 3600
 _MAX_WINDOW_S = 7 * 24 * 3600
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
@@ -66,11 +67,16 @@ class BatchService:
         self._running.add_done_callback(_log_end)
 
     async def stop(self) -> None:
-        """Ends the requests that run; another process, or a later one, goes on. Idempotent."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-            self._running = None
+        """Ends the requests that run; another process, or a later one, goes on. Waits some seconds
+        for a disk that does not answer. Idempotent.
+        """
+        if self._running is None:
+            return
+        self._running.cancel()
+        _, waiting = await asyncio.wait({self._running}, timeout=_STOP_TIMEOUT_S)
+        self._running = None
+        if waiting:
+            _LOGGER.warning("the disk does not answer; the batches end with the process")
 
     async def close(self) -> None:
         """Stops, and takes no more calls. Idempotent."""

@@ -1,10 +1,15 @@
-"""`Slots`: how many requests of batches run at once, whose number follows the fleet's size."""
+"""`Slots`: how many requests of batches run at once, whose number follows the fleet's size.
+
+`BatchSlots`: the places of one batch.
+"""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Slots"]
+__all__ = ["BatchSlots", "Slots"]
+
+_MAX_RESTING = 4
 
 
 class Slots:
@@ -50,6 +55,21 @@ class Slots:
         self._num_bytes -= num_bytes
         self.grant()
 
+    async def rest(self, duration_s: float) -> None:
+        """Leaves the caller's place to others for a time, and waits for one again. Its bytes stay
+        counted. If it is cancelled, the caller has a place too, which it releases.
+
+        Args:
+            duration_s: seconds.
+        """
+        self.release(0)
+        try:
+            await asyncio.sleep(duration_s)
+            await self.take(0)
+        except asyncio.CancelledError:
+            self._num_taken += 1
+            raise
+
     def grant(self) -> None:
         """Gives free places to those who wait. Called also when the limit may have grown."""
         limit = self._read_limit()
@@ -65,3 +85,43 @@ class Slots:
             self._num_taken += 1
             self._num_bytes += num_bytes
             place.set_result(None)
+
+
+class BatchSlots:
+    """The places of the requests of one batch. While several of them rest, the API refuses what the
+    batch asks for, or its client has no tokens left, so no further request gets a place: few are in
+    memory, and the places are those of other batches.
+
+    Args:
+        slots: those of all batches.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._num_resting = 0
+        self._may_take = asyncio.Event()
+        self._may_take.set()
+
+    async def take(self, num_bytes: int) -> None:
+        """Waits for a place; see `Slots.take`."""
+        await self._may_take.wait()
+        await self._slots.take(num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Gives a place back."""
+        self._slots.release(num_bytes)
+
+    async def rest(self, duration_s: float) -> None:
+        """Leaves a place to others for a time; see `Slots.rest`."""
+        self._count_resting(1)
+        try:
+            await self._slots.rest(duration_s)
+        finally:
+            self._count_resting(-1)
+
+    def _count_resting(self, change: int) -> None:
+        self._num_resting += change
+        if self._num_resting < _MAX_RESTING:
+            self._may_take.set()
+        else:
+            self._may_take.clear()

@@ -7,12 +7,14 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from baton.common.errors import InvalidArgumentError
+from baton.common.errors import InvalidArgumentError, PermissionDeniedError
+from baton.common.short_texts import short_repr
 from router.http.body_route import body_parsed
 from router.http.endpoints import (
     AUTHENTICATED_STATUSES,
     EndpointGroup,
     batches_of,
+    context_of,
     declared_responses,
     page_of,
 )
@@ -48,6 +50,7 @@ _FORM = {
 )
 async def create_file(request: Request) -> Response:
     """Keeps a file of requests."""
+    _check_origin(request)
     batches, body = batches_of(request), (await request.receive()).get("body", b"")
     kind = request.headers.get("content-type", "")
     form = await convert_input(len(body), parse_form, kind, body)
@@ -109,6 +112,22 @@ async def delete_file(file_id: str, request: Request) -> Response:
     """Removes a file."""
     await batches_of(request).delete_file(tenant_of_call().name, file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+def _check_origin(request: Request) -> None:
+    """Refuses a file of a page that may not call the API. Browsers send forms to other origins
+    without asking first, other than JSON.
+
+    Raises:
+        PermissionDeniedError: the page is of another origin, which no flag allows.
+    """
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    allowed = context_of(request).config.allowed_origins
+    if origin is None or origin.partition("://")[2] == host or {origin, "*"} & set(allowed):
+        return
+    raise PermissionDeniedError(
+        f"pages of {short_repr(origin)} may not send files; see --allowed-origins"
+    )
 
 
 def _required(form: Mapping[str, FormField], name: str) -> FormField:

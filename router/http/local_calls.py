@@ -42,7 +42,7 @@ class LocalCalls:
         try:
             caller = self._tenants.named(tenant)
             caller.check_tokens()
-            with serving(CallInfo(request_id, caller=caller)):
+            with serving(CallInfo(request_id, caller=caller, is_counted=False)):
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:
             exchange = _Exchange(body)

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.common.errors import InvalidArgumentError
 from baton.common.request.generation import TextOrTokens
 from router.http.body_route import BodyRoute, convert_body
 from router.http.chat import read_chat_request
@@ -20,6 +21,7 @@ from router.http.openai_bodies import ChatBody, CompletionBody
 from router.http.params import request_id_of, timeout_of
 from router.models import Model
 from router.requests.input_threads import convert_input
+from router.requests.validation import MAX_RETURNED_TOKENS
 
 __all__ = ["ENDPOINTS"]
 
@@ -59,11 +61,16 @@ async def render_completion(body: CompletionBody, request: Request) -> Response:
     await convert_body(request, body.stated)  # refuses what the endpoint that generates refuses
     add_special = body.add_special_tokens is not False
     prompts = _Prompts(body, model, timeout_of(request), add_special=add_special)
-    rendered = [
-        await prompts.render(f"cmpl-{request_id}-{i}", prompt)
-        for i, prompt in enumerate(body.prompts())
-    ]
-    return await _response(rendered, sum(len(each["token_ids"]) for each in rendered))
+    rendered, num_tokens = [], 0
+    for i, prompt in enumerate(body.prompts()):
+        rendered.append(await prompts.render(f"cmpl-{request_id}-{i}", prompt))
+        num_tokens += len(rendered[-1]["token_ids"])
+        if num_tokens > MAX_RETURNED_TOKENS:
+            raise InvalidArgumentError(
+                f"prompt has more than {MAX_RETURNED_TOKENS} tokens in all its prompts, the most "
+                "that are returned at once"
+            )
+    return await _response(rendered, num_tokens)
 
 
 async def _response(value: Any, num_tokens: int) -> Response:

@@ -123,8 +123,10 @@ class HttpServer:
         """
         self.announce_stop()
         self._protocol.is_draining = True
-        if self._unix_socket is not None:
-            self._unix_socket.remove()  # while it listens, no other server has its path
+        # Once, while it listens: later another server may have its path, and the same inode.
+        unix_socket, self._unix_socket = self._unix_socket, None
+        if unix_socket is not None:
+            unix_socket.remove()
         for listener in getattr(self._server, "servers", ()):
             listener.close()
 

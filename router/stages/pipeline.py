@@ -364,7 +364,7 @@ async def _run_several(
     prompts: Sequence[AsyncGenerator[CandidateOutput, None]], tenant: Tenant
 ) -> AsyncGenerator[CandidateOutput, None]:
     """Yields the outputs of the prompts of one call, each of which counts as a request."""
-    with tenant.running(len(prompts) - 1, num_begun=1):  # the call itself has been counted
+    with tenant.running_prompts(len(prompts)):
         async with aclosing(_run_together(prompts)) as outputs:
             async for output in outputs:
                 yield output

@@ -107,6 +107,24 @@ class Tenant:
             with self._account.open() as counts:
                 counts.add_running(-num_requests)
 
+    @contextmanager
+    def running_prompts(self, num_prompts: int) -> Iterator[None]:
+        """Counts each prompt of the present call as a request. One is the call itself, which its
+        server has counted; of a call that it has not counted, none counts.
+
+        Args:
+            num_prompts: how many.
+
+        Raises:
+            ResourceExhaustedError: a limit is reached; states when to try again.
+        """
+        call = CURRENT_CALL.get()
+        if call is not None and not call.is_counted:
+            yield
+            return
+        with self.running(num_prompts - 1, num_begun=1):
+            yield
+
     def check_tokens(self) -> None:
         """Checks whether a further request may use tokens.
 

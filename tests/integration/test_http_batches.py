@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from router.batches.runner import BATCH_PRIORITY
+from router.batches.requests import BATCH_PRIORITY
 from router.config.security import RouterSecurityConfig
 from router.config.tenants import TenantsConfig
 from tests.support.batches import ENDPOINT, HOUR_S, ids_of, input_line, input_of
@@ -195,6 +195,23 @@ async def test_bad_files_and_lists_are_refused(tmp_path):
             )
         for file_id in ("file-x", "..%2f..%2fqueue"):
             assert (await api.http.get(f"/v1/files/{file_id}")).status_code == 404
+
+
+async def test_a_page_of_another_origin_sends_no_file(tmp_path):
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}")}}
+    allowed = "https://allowed.test"
+    http = {"batch_folder": str(tmp_path / "batches"), "allowed_origins": (allowed,)}
+    async with running_http(FakeDecode(SCRIPT), http=http) as api:
+        own = f"http://{api.http.base_url.netloc.decode()}"
+        for origin, status in (
+            ("https://other.test", 403),
+            ("null", 403),
+            (allowed, 200),
+            (own, 200),
+        ):
+            answer = await api.http.post("/v1/files", headers={"Origin": origin}, **form)
+            assert answer.status_code == status, answer.text
+        assert len((await api.openai.files.list()).data) == 2
 
 
 async def test_without_a_folder_there_are_none():

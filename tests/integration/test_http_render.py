@@ -2,6 +2,7 @@
 
 import pytest
 
+from router.http import render
 from tests.integration.test_http_chat import MODEL, TOOL, USER, answering, prompt_text, running_chat
 
 CHAT = {"model": MODEL, "messages": USER}
@@ -79,3 +80,13 @@ async def test_what_no_answer_would_take_is_refused(path, fields, field):
         refused = await api.http.post(f"/v1/{path}", json=fields)
     assert (answer.status_code, answer.json()) == (refused.status_code, refused.json())
     assert field in answer.json()["error"]["message"]
+
+
+async def test_prompts_of_too_many_tokens_together_are_refused(monkeypatch):
+    monkeypatch.setattr(render, "MAX_RETURNED_TOKENS", 3)
+    async with running_chat(answering("abc")) as api:
+        for prompts, status in (([[72, 105], [66]], 200), ([[72, 105], [66, 67]], 400)):
+            body = {**COMPLETION, "prompt": prompts}
+            answer = await api.http.post("/v1/completions/render", json=body)
+            assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "prompt"

@@ -10,6 +10,7 @@ from baton.common.errors import ConfigurationError
 from baton.common.flags.parser import FlagParser
 from router.config.http import HttpConfig
 from router.config.router import add_args, flags_of_router, router_config_from_args
+from rpc.unix_socket import UnixSocket
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.running_router import running_router
 
@@ -24,11 +25,13 @@ def parsed(*flags: str):
 
 async def test_a_completion_comes_over_the_socket_which_goes_with_the_router(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    remove, removed = UnixSocket.remove, []
+    monkeypatch.setattr(UnixSocket, "remove", lambda opened: removed.append(remove(opened)))
     config = HttpConfig(port=None, uds="http.sock")
     decode = FakeDecode([300] * 4)
     async with (
         running_workers(decode),
-        running_router(decode, http=config),
+        running_router(decode, http=config) as router,
         httpx2.AsyncClient(
             transport=httpx2.AsyncHTTPTransport(uds="http.sock"),
             base_url="http://localhost",
@@ -39,7 +42,9 @@ async def test_a_completion_comes_over_the_socket_which_goes_with_the_router(tmp
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert (await client.get("/status")).status_code == 200
-    assert not (tmp_path / "http.sock").exists()
+        await router.service.drain(20)
+        assert not (tmp_path / "http.sock").exists()
+    assert len(removed) == 1  # the stop after the drain leaves the path to the next server
 
 
 def test_a_router_takes_the_socket_in_place_of_the_port():

@@ -72,3 +72,17 @@ def lose_ends(folder, batch, num_bytes: int) -> None:
     for file_id in (batch.output_id, batch.error_id):
         path = folder.content_path(key_of(""), file_id)
         path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - num_bytes)])
+
+
+def test_a_batch_goes_on_with_a_smaller_limit_than_that_of_its_check(tmp_path):
+    folder = BatchFolder(tmp_path, Clock())
+    batch = add_batch(folder, ["a", "b"])
+    run = begun(folder)
+    answer_next(run, [200])
+    run.close()
+    run = BatchRun(folder, folder.queue()[0], 8)
+    assert run.begin()
+    assert [request.custom_id for request in run.next_requests()] == ["b"]
+    run.finish("expired")
+    run.close()
+    assert folder.batch("", batch.id).status == "expired"

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from baton.common.errors import (
     NotFoundError,
 )
 from router.batches import folder as folder_module
-from router.batches.folder import MAX_TTL_S, BatchFolder, key_of
+from router.batches.folder import MAX_TTL_S, BatchFolder, key_of, new_id
 from router.batches.records import BATCH_INPUT
 from router.batches.run import BatchRun
 from tests.support.batches import HOUR_S, add_batch
@@ -106,3 +107,54 @@ def test_what_has_expired_is_removed(folder, clock, tmp_path):
     assert not folder.batches("a")
     remaining = [path for path in (tmp_path / "batches" / "tenants").rglob("*") if path.is_file()]
     assert remaining == []
+
+
+def test_a_malformed_record_concerns_its_batch_alone(folder, clock, tmp_path):
+    bad, good = add_batch(folder, ["1"], "a"), add_batch(folder, ["2"], "a")
+    old = add_file(folder, "a")
+    (path,) = (tmp_path / "batches" / "tenants").rglob(f"{bad.id}.json")
+    path.write_text('{"of": "another version"}')
+    assert [batch.id for batch in folder.batches("a")] == [good.id]
+    folder.delete_file("a", bad.input_file_id)
+    with pytest.raises(FailedPreconditionError, match=good.id):
+        folder.delete_file("a", good.input_file_id)
+    clock.now += HOUR_S
+    folder.sweep()
+    assert not folder.content_path(key_of("a"), old.id).exists()
+
+
+def test_a_batch_whose_way_into_the_queue_fails_is_not_kept(folder, monkeypatch):
+    batch = add_batch(folder, ["1"], "a")
+    write = folder_module._write
+
+    def fail_for_queue(path, content):
+        if path.parent.name == "queue":
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(folder_module, "_write", fail_for_queue)
+    with pytest.raises(OSError, match="No space left"):
+        folder.add_batch(replace(batch, id=new_id("batch_")))
+    assert [each.id for each in folder.batches("a")] == [batch.id]
+
+
+def test_a_batch_that_a_killed_router_left_out_of_the_queue_is_put_there(folder):
+    batch = add_batch(folder, ["1"], "a")
+    folder.leave_queue(folder.queue()[0])
+    folder.sweep()
+    assert [queued.id for queued in folder.queue()] == [batch.id]
+    folder.sweep()
+    assert len(folder.queue()) == 1
+    end(folder, folder.queue()[0])
+    folder.sweep()
+    assert not folder.queue()
+
+
+def test_what_cannot_be_swept_keeps_no_other_file(folder, clock, tmp_path):
+    files = {tenant: add_file(folder, tenant) for tenant in "abc"}
+    for name in ("!", "~"):  # first and last by name, wherever the file system lists them
+        (tmp_path / "batches" / "tenants" / name).write_text("no folder")
+    clock.now += HOUR_S
+    folder.sweep()
+    for tenant, file in files.items():
+        assert not folder.content_path(key_of(tenant), file.id).exists()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from router.batches import requests
-from router.batches.requests import check_input, read_requests
+from router.batches.requests import BATCH_PRIORITY, check_input, id_digest, read_requests
 from tests.support.batches import ENDPOINT, input_line, input_of
 
 MAX_BYTES = 4096
@@ -21,9 +21,11 @@ def test_requests_are_counted_and_read(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n" + input_of(["a", "b"])[:-1])
     assert check_input(path, ENDPOINT, MAX_BYTES) == requests.InputCheck(2, ())
-    read = list(read_requests(path, ENDPOINT, MAX_BYTES))
+    read = list(read_requests(path, ENDPOINT))
     assert [(each.number, each.custom_id) for each in read] == [(2, "a"), (3, "b")]
-    assert read[0].body == input_line("a")["body"]
+    assert json.loads(read[0].body) == {**input_line("a")["body"], "priority": BATCH_PRIORITY}
+    done = {id_digest("a")}
+    assert [each.custom_id for each in read_requests(path, ENDPOINT, done)] == ["b"]
 
 
 @pytest.mark.parametrize(

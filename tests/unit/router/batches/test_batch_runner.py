@@ -2,25 +2,37 @@
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 
 from router.batches import runner as runner_module
 from router.batches.folder import BatchFolder, key_of
-from router.batches.runner import BATCH_PRIORITY, Answer, BatchRunner
+from router.batches.requests import BATCH_PRIORITY
+from router.batches.runner import Answer, BatchRunner
 from tests.support.batches import ENDPOINT, add_batch, ids_of, results_of
 from tests.support.clock import Clock
 from tests.support.conditions import until
 
 OK = Answer(200, b'{"object": "text_completion"}')
+BUSY = Answer(429, b"{}", is_busy=True, retry_after_s=9.0)
+EMPTY: Mapping[int, Sequence[Answer]] = MappingProxyType({})
 
 
 class Api:
-    """Answers calls; those after the first `num_free` wait until they are let go."""
+    """Answers calls; those after the first `num_free` wait until they are let go.
 
-    def __init__(self, *answers: Answer, num_free: int = 10**9) -> None:
-        self.answers = list(answers)
+    Args:
+        answers: by the number of a request's line, before it has a good one.
+        num_free: how many calls do not wait.
+    """
+
+    def __init__(
+        self, answers: Mapping[int, Sequence[Answer]] = EMPTY, num_free: int = 10**9
+    ) -> None:
+        self.answers = {number: list(those) for number, those in answers.items()}
         self.calls: list[tuple[str, str, dict]] = []
         self.request_ids: list[str] = []
         self.num_running = self.most_running = 0
@@ -36,7 +48,8 @@ class Api:
             if len(self.calls) > self.num_free:
                 await self.may_go.wait()
             await asyncio.sleep(0)
-            return self.answers.pop(0) if self.answers else OK
+            left = self.answers.get(int(request_id.rpartition("-")[2]))
+            return left.pop(0) if left else OK
         finally:
             self.num_running -= 1
 
@@ -87,19 +100,19 @@ async def test_requests_run_for_their_client_at_low_priority_and_few_at_once(fol
 async def test_a_busy_api_is_asked_again_and_an_error_stays(folder, monkeypatch):
     monkeypatch.setattr(runner_module, "_MIN_WAIT_S", 0.001)
     monkeypatch.setattr(runner_module, "_MAX_WAIT_S", 0.001)
-    busy = Answer(429, b"{}", is_busy=True, retry_after_s=9.0)
     lost, refused = Answer(503, b"{}"), Answer(400, b'{"error": {"param": "n"}}')
-    api = Api(*[busy] * 5, refused, *[lost] * 3, lost)
+    api = Api({1: [*[BUSY] * 5, refused], 2: [lost] * 3, 3: [lost]})
     batch = add_batch(folder, ["refused", "lost", "found"])
     async with running(folder, api, limit=1):
         record = await finished(folder, batch, "completed")
     answers, errors = results_of(folder, batch)
     assert ids_of(answers) == ["found"]
-    assert [(each["custom_id"], each["response"]["status_code"]) for each in errors] == [
-        ("refused", 400),
-        ("lost", 503),
-    ]
-    assert errors[0]["response"]["body"] == {"error": {"param": "n"}}
+    responses = {each["custom_id"]: each["response"] for each in errors}
+    assert {name: each["status_code"] for name, each in responses.items()} == {
+        "refused": 400,
+        "lost": 503,
+    }
+    assert responses["refused"]["body"] == {"error": {"param": "n"}}
     assert (record.completed, record.failed) == (1, 2)
 
 
@@ -162,6 +175,28 @@ async def test_batches_take_turns(folder):
     assert places[1] < 100
 
 
+class RefusesOne(Api):
+    """Has no answers for a client."""
+
+    async def __call__(self, tenant, path, body, request_id) -> Answer:
+        answer = await super().__call__(tenant, path, body, request_id)
+        return BUSY if tenant == "refused" else answer
+
+
+async def test_a_batch_that_is_refused_for_long_leaves_its_places_to_others(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_MIN_WAIT_S", 0.001)
+    monkeypatch.setattr(runner_module, "_MAX_WAIT_S", 0.001)
+    api = RefusesOne()
+    refused = add_batch(folder, [str(i) for i in range(20)], "refused")
+    async with running(folder, api, limit=2):
+        await until(lambda: len(api.calls) > 20)
+        served = add_batch(folder, [str(i) for i in range(20)], "served")
+        await finished(folder, served, "completed")
+    assert folder.batch("refused", refused.id).status == "in_progress"
+    tried = {request_id for request_id in api.request_ids if refused.id in request_id}
+    assert len(tried) <= 8  # those that rest are in memory
+
+
 async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
     bad = add_batch(folder, ["a", "a"])
     gone = add_batch(folder, ["a"])
@@ -173,6 +208,30 @@ async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
     assert record.body()["errors"]["data"][0]["line"] == 2
     assert not api.calls
     assert not folder.queue()
+
+
+async def test_a_malformed_record_stops_no_other_batch(folder, tmp_path):
+    bad, good = add_batch(folder, ["a"]), add_batch(folder, ["b"])
+    (path,) = (tmp_path / "batches" / "tenants").rglob(f"{bad.id}.json")
+    path.write_text("{")
+    async with running(folder, Api()):
+        await finished(folder, good, "completed")
+
+
+async def test_a_lock_that_fails_is_tried_again(folder, monkeypatch):
+    monkeypatch.setattr(runner_module, "_TRY_AGAIN_S", 0.02)
+    locks = runner_module._locks
+    failures = iter([OSError(37, "No locks available")])
+
+    def fail_once(lock):
+        if (error := next(failures, None)) is not None:
+            raise error
+        return locks(lock)
+
+    monkeypatch.setattr(runner_module, "_locks", fail_once)
+    batch = add_batch(folder, ["a"])
+    async with running(folder, Api()):
+        await finished(folder, batch, "completed")
 
 
 async def test_a_full_disk_is_tried_again(folder, monkeypatch):

@@ -1,8 +1,8 @@
-"""Places of batches' requests: their number, their bytes, their order, and those who leave."""
+"""Places of batches' requests: their number, their bytes, their order, who leaves and who rests."""
 
 import asyncio
 
-from router.batches.slots import Slots
+from router.batches.slots import BatchSlots, Slots
 
 
 async def started(slots: Slots, *sizes: int) -> list["asyncio.Task[None]"]:
@@ -56,3 +56,49 @@ async def test_who_leaves_gives_the_place_back():
     assert slots.num_taken == 0
     await slots.take(1)
     assert slots.num_taken == 1
+
+
+async def test_who_rests_leaves_the_place_to_others():
+    slots = Slots(lambda: 1, 10)
+    await slots.take(5)
+    (other,) = await started(slots, 5)
+    resting = asyncio.create_task(slots.rest(0))
+    await asyncio.gather(other)
+    assert not resting.done()
+    slots.release(5)
+    await asyncio.gather(resting)
+    assert slots.num_taken == 1
+
+
+async def test_who_is_cancelled_at_rest_has_a_place_to_give_back():
+    slots = Slots(lambda: 1, 10)
+    for duration_s, num_others in ((60, 0), (0, 1)):
+        await slots.take(1)
+        others = await started(slots, *[1] * num_others)
+        resting = asyncio.create_task(slots.rest(duration_s))
+        for _ in range(3):
+            await asyncio.sleep(0)  # it sleeps, or waits for the place that another one has got
+        assert done(others) == [True] * num_others
+        resting.cancel()
+        await asyncio.gather(resting, return_exceptions=True)
+        assert resting.cancelled()
+        slots.release(1)
+        for _ in others:
+            slots.release(1)
+        assert slots.num_taken == 0
+
+
+async def test_a_batch_of_which_several_rest_takes_no_further_places():
+    slots = BatchSlots(Slots(lambda: 9, 100))
+    for _ in range(4):
+        await slots.take(1)
+    resting = [asyncio.create_task(slots.rest(60)) for _ in range(4)]
+    await asyncio.sleep(0)
+    further = asyncio.create_task(slots.take(1))
+    await asyncio.sleep(0)
+    assert not further.done()
+    resting[0].cancel()
+    await asyncio.gather(further)
+    for task in resting:
+        task.cancel()
+    await asyncio.gather(*resting, return_exceptions=True)

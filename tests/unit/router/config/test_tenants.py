@@ -22,6 +22,7 @@ from router.fleet.fair_shares import Share
 from router.tenants.tenant import OPEN_TENANT, Tenant
 from router.tenants.tenants import Tenants, credentials_of, read_tenants
 from router.tenants.token_bucket import TokenBucket
+from rpc.logs import CallInfo, serving
 from tests.support.loop_watch import watched_loops
 from tests.support.tenants import KEY, OTHER_KEY, Clock, entry_of, write_tenants
 
@@ -87,7 +88,7 @@ def test_a_call_of_several_prompts_begins_after_the_stated_wait(num_prompts):
     tenant, clock = limited(requests_per_minute=6)
 
     def call():
-        with tenant.running(), tenant.running(num_prompts - 1, num_begun=1):
+        with tenant.running(), tenant.running_prompts(num_prompts):
             pass
 
     with tenant.running(3), pytest.raises(ResourceExhaustedError) as refused:
@@ -96,6 +97,18 @@ def test_a_call_of_several_prompts_begins_after_the_stated_wait(num_prompts):
     assert refused.value.retry_after_s == pytest.approx(10 * lacking)
     clock.now += refused.value.retry_after_s
     call()
+
+
+def test_the_prompts_of_a_call_that_is_not_counted_take_and_give_nothing():
+    tenant, _ = limited(requests_per_minute=2, max_concurrent_requests=2)
+    with tenant.running(2):
+        with serving(CallInfo(caller=tenant, is_counted=False)), tenant.running_prompts(9):
+            pass
+        with pytest.raises(ResourceExhaustedError, match="at most 2"):
+            tenant.running().__enter__()
+    with pytest.raises(ResourceExhaustedError, match="2 requests per minute") as refused:
+        tenant.running().__enter__()
+    assert refused.value.retry_after_s == pytest.approx(30)
 
 
 def test_tokens_in_excess_delay_the_next_request():
