@@ -22,6 +22,8 @@ __all__ = ["EXT_PROC_SERVICE", "PickerService"]
 EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _MAX_BODIES = 16
 """How many bodies of the largest size may wait for a choice at once."""
+_SLACK_S = 30.0
+"""The picker waits longer than the server, whose own answer says that a deadline has passed."""
 
 
 class PickerService:
@@ -48,7 +50,7 @@ class PickerService:
         most_bytes = config.http.max_request_bytes
         self._held = HeldBytes(most_bytes, _MAX_BODIES * most_bytes)
         self._body_timeout_s = config.http.body_timeout_s
-        self._answer_timeout_s = config.default_timeout_s
+        self._answer_timeout_s = config.default_timeout_s + _SLACK_S
         self._picker = EndpointPicker(
             models, security.tenants, config.picker.endpoint_port, config.default_timeout_s
         )
@@ -75,7 +77,7 @@ class PickerService:
 
         Raises:
             InvalidArgumentError: a message is malformed.
-            DeadlineExceededError: the next message did not come in time.
+            DeadlineExceededError: the body that a choice needs did not come in time.
         """
         exchange = Exchange(self._picker.pick, self._picker.uses_body, self._held)
         with closing(exchange):
@@ -86,12 +88,16 @@ class PickerService:
     async def _next(
         self, requests: AsyncIterator[pb.ExtProcRequest], exchange: Exchange
     ) -> pb.ExtProcRequest | None:
-        """Returns Envoy's next message; None after the last one."""
+        """Returns Envoy's next message; None after the last one, or if none comes although the
+        server is named. An error would then take the place of the server's answer.
+        """
         timeout_s = self._answer_timeout_s if exchange.is_decided else self._body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await anext(requests, None)
         except TimeoutError:
+            if exchange.is_decided:
+                return None
             raise DeadlineExceededError(
                 f"no message about the request came for {timeout_s:g} s",
                 reason=Reason.REQUEST_NOT_RECEIVED,

@@ -13,6 +13,7 @@ from kvstore.block_key import BlockKeyChain
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config.endpoint_picker import EndpointPickerConfig
+from router.config.http import HttpConfig
 from router.config.security import (
     PLAIN_CALLS,
     ClientTlsConfig,
@@ -182,6 +183,26 @@ async def test_an_exchange_that_ends_frees_the_place():
     async with running_picker(worker) as picker:
         for _ in range(3):
             assert await picker.destination(BODIES[CHAT]) == "127.0.0.2:8000"
+
+
+async def test_an_answer_that_does_not_begin_is_no_error_of_the_picker(monkeypatch):
+    """Its server ends the request: an error here would take the place of that answer."""
+    monkeypatch.setattr("router.endpoint_picker.service._SLACK_S", 0.1)
+    worker = FakeDecode([50], host="127.0.0.2")
+    async with running_picker(worker, default_timeout_s=0.1) as picker:
+        answers = await picker.ask(headers_message(), body_message(b"{}"), num_answers=2)
+        assert destination_of(answers) == "127.0.0.2:8000"
+        (call,) = picker.calls
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_a_body_that_does_not_come_ends_the_exchange():
+    http = HttpConfig(port=None, body_timeout_s=0.5)
+    async with running_picker(FakeDecode([50], host="127.0.0.2"), http=http) as picker:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await picker.ask(headers_message())
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_without_a_worker_the_answer_is_503_and_health_says_so():
