@@ -288,6 +288,22 @@ def test_selectors_find_the_pods_of_their_name(manifests):
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
 
 
+@pytest.mark.parametrize("case", ["keda", "pool"])
+def test_only_clients_reach_the_ports_for_requests(answers, case):
+    """Although all pods may read the workers' metrics."""
+    manifests = answers[list(CASES).index(case)]
+    (client,) = CASES[case]["networkPolicy"]["clients"]
+    policies = by_name(manifests, "NetworkPolicy")
+    rules = [rule for policy in policies.values() for rule in policy["spec"]["ingress"]]
+    peers = [
+        rule["from"]
+        for rule in rules
+        if {"http", "picker"} & {entry["port"] for entry in rule.get("ports", ())}
+    ]
+    assert peers == [[client]] * len(peers)
+    assert len(peers) == (2 if case == "pool" else 1)
+
+
 def test_targets_name_services(manifests):
     services = by_name(manifests, "Service")
     for _, container in baton_pods(manifests).values():
