@@ -114,6 +114,11 @@ REFUSED = {
     "set autoscaling.prometheusUrl": {"prefill": {"autoscaling": {"type": "keda"}}},
     "which only type keda can do": {"prefill": {"autoscaling": {"type": "hpa", "minReplicas": 0}}},
     "set router.readyWithoutWorkers": {"decode": {"autoscaling": KEDA}},
+    "minReplicas is 0 and endpointPicker.enabled": {
+        "router": {"readyWithoutWorkers": True},
+        "decode": {"autoscaling": KEDA},
+        "endpointPicker": {"enabled": True},
+    },
     "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
         "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
     },
