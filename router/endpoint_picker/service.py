@@ -15,6 +15,7 @@ from router.endpoint_picker.exchange import Exchange, HeldBytes
 from router.endpoint_picker.picker import EndpointPicker
 from router.models import Models
 from router.security import RouterSecurity
+from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.server import RpcServer
 
 __all__ = ["EXT_PROC_SERVICE", "PickerService"]
@@ -57,6 +58,8 @@ class PickerService:
         access = replace(
             security.proxy_access(),
             max_concurrent_calls=config.most_calls,
+            # In the mode BUFFERED a body is one message.
+            max_message_bytes=most_bytes + MAX_MESSAGE_BYTES,
             send_timeout_s=config.http.send_timeout_s,
             shares_port=shares_port,
         )

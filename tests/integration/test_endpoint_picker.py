@@ -223,6 +223,24 @@ async def test_the_body_goes_on_whole():
         assert passed_body(answers) == (body, True)
 
 
+@pytest.mark.parametrize("num_bytes", [2**24, 2**24 + 1])
+async def test_a_buffered_body_may_be_as_large_as_a_request_or_larger(num_bytes):
+    """The largest one that is read is one message, and a larger one is sent on unread."""
+    http = HttpConfig(port=None, max_request_bytes=2**24)
+    worker = FakeDecode([50], host="127.0.0.2")
+    options = [("grpc.max_send_message_length", -1)]
+    async with (
+        running_picker(worker, http=http) as picker,
+        grpc.aio.insecure_channel(picker.address, options) as channel,
+    ):
+        asked = RunningPicker(picker.router, picker.address, channel)
+        messages = (
+            headers_message(mode=pb.EXT_PROC_BODY_MODE_BUFFERED),
+            body_message(BODIES[CHAT].encode().ljust(num_bytes)),
+        )
+        assert destination_of(await asked.ask(*messages, num_answers=2)) == "127.0.0.2:8000"
+
+
 async def test_a_clients_prompts_have_its_own_keys(tmp_path):
     """The salt of a client is a part of the keys. A key of nobody costs no tokenizing."""
     path = write_tenants(tmp_path, entry_of("a", KEY))
