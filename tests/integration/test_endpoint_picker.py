@@ -22,7 +22,7 @@ from router.config.security import (
 )
 from router.config.tenants import TenantsConfig
 from rpc.channels import open_channel
-from rpc.probe import wait_until_serving
+from rpc.probe import check_health, wait_until_serving
 from tests.support.certificates import Authority, write_files
 from tests.support.ext_proc import (
     CHAT,
@@ -212,6 +212,10 @@ async def test_without_a_worker_the_answer_is_503_and_health_says_so():
         await worker.stop()
         await picker.router.until(lambda: not picker.router.candidate_ids())
         assert status_of(await picker.ask(headers_message(), body_message(b"{}"))) == 503
+        server = picker.router.service._servers[1]
+        await picker.router.until(lambda: not server.is_serving)
+        assert await check_health(picker.address) == "NOT_SERVING"
+        assert await check_health(picker.address, service="liveness") == "SERVING"
 
 
 async def test_the_body_goes_on_whole():
