@@ -302,6 +302,28 @@ async def test_workers_with_names_are_not_named(caplog):
         assert worker.address in warning.getMessage()
 
 
+async def test_servers_that_are_not_listed_any_more_come_last(tmp_path):
+    """Their pods are not ready, as the routers there do not answer, although the workers do."""
+    workers = FakeDecode([50], host="127.0.0.2"), FakeDecode([50], host="127.0.0.3")
+    workers[1].current_load.num_running = 9
+    port, path = reserved_port(), tmp_path / "workers"
+    config = {"picker": EndpointPickerConfig(endpoint_picker_port=port), "dns_interval_s": 0.05}
+    async with running_workers(*workers):
+        path.write_text("\n".join(worker.address for worker in workers))
+        async with (
+            running_router(*workers, decode=(f"file://{path}",), **config) as router,
+            open_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            picker = RunningPicker(router, f"127.0.0.1:{port}", channel)
+            assert await picker.destination() == "127.0.0.2:8000"
+            path.write_text(workers[1].address)
+            async with asyncio.timeout(10):
+                while [router.fleet.decode.lists(w.address) for w in workers] != [False, True]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # discovery notifies the tier alone
+            assert router.fleet.decode.at(workers[0].address) is not None
+            assert await picker.destination() == "127.0.0.3:8000"
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("endpoint_port", 0), ("endpoint_picker_port", 65536)]
 )
