@@ -119,7 +119,7 @@ class Picking:
 
 def _held(replica: DecodeReplica, num_blocks: int, deadline: float | None) -> PickedReplica:
     held = ExitStack()
-    held.enter_context(replica.reserve(num_blocks=num_blocks, deadline=deadline))
+    held.enter_context(replica.reserve(num_blocks=num_blocks, deadline=deadline, is_own=False))
     return PickedReplica(replica.address, held.close)
 
 

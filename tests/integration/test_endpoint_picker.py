@@ -302,6 +302,22 @@ async def test_workers_with_names_are_not_named(caplog):
         assert worker.address in warning.getMessage()
 
 
+async def test_a_choice_is_no_probe_of_an_ejected_replica():
+    """The picker does not learn how the request ends; one of the router's own does."""
+    async with running_picker(FakeDecode([50], host="127.0.0.2")) as picker:
+        (replica,) = picker.router.fleet.decode.candidates
+        breaker, now = replica._breaker, [0.0]
+        breaker._clock = lambda: now[0]
+        for _ in range(3):
+            breaker.fail(breaker.begin())
+        assert replica.is_ejected
+        now[0] = 2.0  # after the first cool-down
+        assert not replica.is_ejected
+        for path, body in ((CHAT, BODIES[CHAT]), (CHAT, "{}")):
+            assert await picker.destination(body, path) == "127.0.0.2:8000"
+            assert not replica.is_ejected
+
+
 async def test_servers_that_are_not_listed_any_more_come_last(tmp_path):
     """Their pods are not ready, as the routers there do not answer, although the workers do."""
     workers = FakeDecode([50], host="127.0.0.2"), FakeDecode([50], host="127.0.0.3")
