@@ -123,10 +123,15 @@ def check_protos(root: Path, buf: Path) -> str:
         A line that says what was compared.
 
     Raises:
-        ReleaseError: a message or service of the tag has changed; the text is of `buf breaking`.
+        ReleaseError: a message or service of the tag has changed, as `buf breaking` says; or the
+            checkout lacks the commits by which the tag would be found.
     """
     tags = _run(["git", "describe", "--tags", "--abbrev=0", "HEAD^"], root, check=False)
     tag = tags.stdout.strip()
+    if not tag and _run(["git", "rev-parse", "--is-shallow-repository"], root).stdout != "false\n":
+        raise ReleaseError(
+            "a shallow clone does not know the last tag: git fetch --unshallow --tags"
+        )
     if not tag:
         return "protos: there is no earlier tag to compare with"
     modules = [{"path": "protos"}]

@@ -150,6 +150,10 @@ def test_protos_that_an_earlier_release_would_misread_are_refused(tree):
     commit(PROTO)
     commit(PROTO.replace("text", "words"))
     assert "no earlier tag" in check_protos(tree, BUF)
+    shallow = tree.with_name("shallow")
+    git(tree, "clone", "--quiet", "--depth=1", tree.as_uri(), str(shallow))
+    with pytest.raises(ReleaseError, match="a shallow clone does not know the last tag"):
+        check_protos(shallow, BUF)
     git(tree, "tag", "v0.1.0")
     commit(PROTO.replace("text = 1;", "text = 1;\n  string more = 3;"))
     assert check_protos(tree, BUF) == "protos: processes of v0.1.0 understand them"
