@@ -83,25 +83,28 @@ class PickerService:
             DeadlineExceededError: the body that a choice needs did not come in time.
         """
         exchange = Exchange(self._picker.pick, self._picker.uses_body, self._held)
+        body_deadline = asyncio.get_running_loop().time() + self._body_timeout_s
         with closing(exchange):
-            while (message := await self._next(requests, exchange)) is not None:
+            while (message := await self._next(requests, exchange, body_deadline)) is not None:
                 for answer in await exchange.take(message):
                     yield answer
 
     async def _next(
-        self, requests: AsyncIterator[pb.ExtProcRequest], exchange: Exchange
+        self, requests: AsyncIterator[pb.ExtProcRequest], exchange: Exchange, body_deadline: float
     ) -> pb.ExtProcRequest | None:
         """Returns Envoy's next message; None after the last one, or if none comes although the
         server is named. An error would then take the place of the server's answer.
         """
-        timeout_s = self._answer_timeout_s if exchange.is_decided else self._body_timeout_s
+        answer_deadline = asyncio.get_running_loop().time() + self._answer_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(
+                answer_deadline if exchange.is_decided else body_deadline
+            ):
                 return await anext(requests, None)
         except TimeoutError:
             if exchange.is_decided:
                 return None
             raise DeadlineExceededError(
-                f"no message about the request came for {timeout_s:g} s",
+                f"the body of the request did not arrive within {self._body_timeout_s:g} s",
                 reason=Reason.REQUEST_NOT_RECEIVED,
             ) from None

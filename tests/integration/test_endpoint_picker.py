@@ -198,11 +198,26 @@ async def test_an_answer_that_does_not_begin_is_no_error_of_the_picker(monkeypat
 
 
 async def test_a_body_that_does_not_come_ends_the_exchange():
+    """Pieces that come do not give it more time, as they would hold bytes for ever."""
     http = HttpConfig(port=None, body_timeout_s=0.5)
     async with running_picker(FakeDecode([50], host="127.0.0.2"), http=http) as picker:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await picker.ask(headers_message())
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        slow = picker._open(timeout=30)
+        await slow.write(headers_message())
+
+        async def send_pieces():
+            while not slow.done():
+                await slow.write(body_message(b" ", is_end=False))
+                await asyncio.sleep(0.1)
+
+        sending = asyncio.create_task(send_pieces())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await slow.read()
+        await asyncio.gather(sending, return_exceptions=True)  # its last piece may come too late
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.details().startswith("the body of the request did not arrive")
 
 
 async def test_without_a_worker_the_answer_is_503_and_health_says_so():
