@@ -20,7 +20,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -198,10 +197,13 @@ class RpcServer:
         self._health.close()
         if not self._failure.done():
             self._failure.set_exception(cause)
+            self._failure.exception()  # asyncio would log one for which nobody waits
 
-    async def wait_failed(self) -> None:
-        """Waits for a call of `fail` and raises its cause."""
-        await asyncio.shield(self._failure)
+    async def wait_failed(self, timeout_s: float | None = None) -> None:
+        """Waits for a call of `fail` and raises its cause; returns at the timeout, if any."""
+        await asyncio.wait((self._failure,), timeout=timeout_s)
+        if self._failure.done():
+            self._failure.result()
 
     def begin_stop(self) -> None:
         """Makes health answer NOT_SERVING for good. Other calls continue."""
@@ -302,20 +304,13 @@ async def _run(
         delay_s, timeout_s = config.shutdown_delay_s, config.drain_timeout_s
         if delay_s > 0:
             _LOGGER.info("serving address=%s until the drain in %.1f s", server.address, delay_s)
-            await _unless(signals.forced, _wait_failed_for(server, delay_s))
+            await _unless(signals.forced, server.wait_failed(delay_s))
         _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, timeout_s)
         await _unless(signals.forced, service.drain(timeout_s))
         await server.stop(0 if signals.forced.is_set() else _STOP_GRACE_S)
     finally:
         await service.close()
         _LOGGER.info("stopped address=%s", server.address)
-
-
-async def _wait_failed_for(server: RpcServer, duration_s: float) -> None:
-    """Waits for `duration_s`; raises the cause if the service fails meanwhile."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(duration_s):
-            await server.wait_failed()
 
 
 def _tune_garbage_collector() -> None:

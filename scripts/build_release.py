@@ -45,7 +45,7 @@ def build_release(root: Path, out: Path, *, time_s: int) -> list[Path]:
 
     Args:
         root: the source tree. Objects that were compiled in it are used, and added to.
-        out: receives the files, and is made if need be.
+        out: receives the files once all are built, and is made if need be.
         time_s: seconds since 1970, the time of all files.
 
     Returns:
@@ -55,23 +55,24 @@ def build_release(root: Path, out: Path, *, time_s: int) -> list[Path]:
         ReleaseError: the build failed, or the wheel lacks something.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=out) as draft:
+        new = Path(draft)
         sources = Path(folder, "sources")
         _copy_tracked_files(root, sources)
-        sdist = _build(sources, "sdist", out, time_s)
+        sdist = _build(sources, "sdist", new, time_s)
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         unpacked = Path(folder, sdist.name.removesuffix(".tar.gz"))
         _share_objects(root, unpacked)
-        wheel = _build(unpacked, "wheel", out, time_s)
-    check_wheel(wheel, root)
-    bill = out / f"{wheel.name.split('-py3-')[0]}.cdx.json"
-    content = make_sbom(wheel, root, time_s=time_s, hashes={wheel.name: _sha256(wheel)})
-    bill.write_text(json.dumps(content, indent=1) + "\n")
-    sums = out / "SHA256SUMS"
-    files = [sdist, wheel, bill]
-    sums.write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
-    return [*files, sums]
+        wheel = _build(unpacked, "wheel", new, time_s)
+        check_wheel(wheel, root)
+        bill = new / f"{wheel.name.split('-py3-')[0]}.cdx.json"
+        content = make_sbom(wheel, root, time_s=time_s, hashes={wheel.name: _sha256(wheel)})
+        bill.write_text(json.dumps(content, indent=1) + "\n")
+        sums = new / "SHA256SUMS"
+        files = [sdist, wheel, bill]
+        sums.write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
+        return [path.replace(out / path.name) for path in (*files, sums)]
 
 
 def check_wheel(wheel: Path, root: Path) -> None:
@@ -122,10 +123,15 @@ def check_protos(root: Path, buf: Path) -> str:
         A line that says what was compared.
 
     Raises:
-        ReleaseError: a message or service of the tag has changed; the text is of `buf breaking`.
+        ReleaseError: a message or service of the tag has changed, as `buf breaking` says; or the
+            checkout lacks the commits by which the tag would be found.
     """
     tags = _run(["git", "describe", "--tags", "--abbrev=0", "HEAD^"], root, check=False)
     tag = tags.stdout.strip()
+    if not tag and _run(["git", "rev-parse", "--is-shallow-repository"], root).stdout != "false\n":
+        raise ReleaseError(
+            "a shallow clone does not know the last tag: git fetch --unshallow --tags"
+        )
     if not tag:
         return "protos: there is no earlier tag to compare with"
     modules = [{"path": "protos"}]

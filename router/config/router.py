@@ -214,11 +214,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.grpc.port is None and not self.http.is_on:
             raise ConfigurationError("--port and --grpc-port are both none; set one of them")
-        if self.grpc.port and self.grpc.port == self.http.port:
-            raise ConfigurationError(
-                f"--port and --grpc-port are both {self.grpc.port}; each server needs a port of "
-                "its own"
-            )
+        self._check_ports()
         names = [name for model in self.models for name in model.names]
         for name in names:
             if names.count(name) > 1:
@@ -227,6 +223,20 @@ class RouterConfig:
             if not holds:
                 shown = f"--{name.replace('_', '-')} is {getattr(self, name)!r}"
                 raise ConfigurationError(f"{shown}; it must be {limit}")
+
+    def _check_ports(self) -> None:
+        """Refuses one port for two servers, which processes that share their ports could bind."""
+        by_port = dict[int, str]()
+        for name, port in (
+            ("--port", self.http.port),
+            ("--grpc-port", self.grpc.port),
+            ("--endpoint-picker-port", self.picker.endpoint_picker_port),
+        ):
+            if port and by_port.setdefault(port, name) != name:
+                raise ConfigurationError(
+                    f"{by_port[port]} and {name} are both {port}; each server needs a port of its "
+                    "own"
+                )
 
     @property
     def most_calls(self) -> int:

@@ -213,8 +213,10 @@ class Exchange:
             body: the body, if it is known.
         """
         asked, self.is_decided = self._require_asked(), True
-        picked = await self._pick(asked, body)
-        self._drop_body()
+        try:
+            picked = await self._pick(asked, body)
+        finally:
+            self._drop_body()
         self._release = picked.release
         return naming_answer(part, picked.destination)
 

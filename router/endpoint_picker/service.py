@@ -15,6 +15,7 @@ from router.endpoint_picker.exchange import Exchange, HeldBytes
 from router.endpoint_picker.picker import EndpointPicker
 from router.models import Models
 from router.security import RouterSecurity
+from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.server import RpcServer
 
 __all__ = ["EXT_PROC_SERVICE", "PickerService"]
@@ -22,6 +23,8 @@ __all__ = ["EXT_PROC_SERVICE", "PickerService"]
 EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _MAX_BODIES = 16
 """How many bodies of the largest size may wait for a choice at once."""
+_SLACK_S = 30.0
+"""The picker waits longer than the server, whose own answer says that a deadline has passed."""
 
 
 class PickerService:
@@ -48,13 +51,15 @@ class PickerService:
         most_bytes = config.http.max_request_bytes
         self._held = HeldBytes(most_bytes, _MAX_BODIES * most_bytes)
         self._body_timeout_s = config.http.body_timeout_s
-        self._answer_timeout_s = config.default_timeout_s
+        self._answer_timeout_s = config.default_timeout_s + _SLACK_S
         self._picker = EndpointPicker(
             models, security.tenants, config.picker.endpoint_port, config.default_timeout_s
         )
         access = replace(
             security.proxy_access(),
             max_concurrent_calls=config.most_calls,
+            # In the mode BUFFERED a body is one message.
+            max_message_bytes=most_bytes + MAX_MESSAGE_BYTES,
             send_timeout_s=config.http.send_timeout_s,
             shares_port=shares_port,
         )
@@ -75,24 +80,31 @@ class PickerService:
 
         Raises:
             InvalidArgumentError: a message is malformed.
-            DeadlineExceededError: the next message did not come in time.
+            DeadlineExceededError: the body that a choice needs did not come in time.
         """
         exchange = Exchange(self._picker.pick, self._picker.uses_body, self._held)
+        body_deadline = asyncio.get_running_loop().time() + self._body_timeout_s
         with closing(exchange):
-            while (message := await self._next(requests, exchange)) is not None:
+            while (message := await self._next(requests, exchange, body_deadline)) is not None:
                 for answer in await exchange.take(message):
                     yield answer
 
     async def _next(
-        self, requests: AsyncIterator[pb.ExtProcRequest], exchange: Exchange
+        self, requests: AsyncIterator[pb.ExtProcRequest], exchange: Exchange, body_deadline: float
     ) -> pb.ExtProcRequest | None:
-        """Returns Envoy's next message; None after the last one."""
-        timeout_s = self._answer_timeout_s if exchange.is_decided else self._body_timeout_s
+        """Returns Envoy's next message; None after the last one, or if none comes although the
+        server is named. An error would then take the place of the server's answer.
+        """
+        answer_deadline = asyncio.get_running_loop().time() + self._answer_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(
+                answer_deadline if exchange.is_decided else body_deadline
+            ):
                 return await anext(requests, None)
         except TimeoutError:
+            if exchange.is_decided:
+                return None
             raise DeadlineExceededError(
-                f"no message about the request came for {timeout_s:g} s",
+                f"the body of the request did not arrive within {self._body_timeout_s:g} s",
                 reason=Reason.REQUEST_NOT_RECEIVED,
             ) from None

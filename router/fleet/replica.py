@@ -223,6 +223,7 @@ class Replica:
         num_blocks: int = 0,
         is_sent: bool = True,
         deadline: float | None = None,
+        is_own: bool = True,
     ) -> Iterator[Callable[[], None]]:
         """Counts a request as this replica's while the context is open.
 
@@ -233,10 +234,12 @@ class Replica:
             num_blocks: blocks, of the size that block keys stand for, that it will fill.
             is_sent: whether it is sent to the replica now, not later.
             deadline: `time.monotonic()` at which the request has ended in any case.
+            is_own: whether this router calls the replica, and so learns whether it fails.
         """
         ends_at = math.inf if deadline is None else deadline
         reserved = self._load.reserve(num_tokens, num_blocks, is_sent=is_sent, deadline=ends_at)
-        self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
+        if is_own:
+            self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
             with reserved as note_sent:
                 self._note_change()

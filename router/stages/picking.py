@@ -112,12 +112,14 @@ class Picking:
         ready = [r for r in self._fleet.decode.candidates if may_take(r.address)]
         if not ready:
             raise none_ready(" at the addresses that may be chosen")
-        return ready
+        # A worker stays connected when its pod is not listed any more, since the router there has
+        # failed; and none is beside a worker of the other tier that decodes for now.
+        return [r for r in ready if self._fleet.decode.lists(r.address)] or ready
 
 
 def _held(replica: DecodeReplica, num_blocks: int, deadline: float | None) -> PickedReplica:
     held = ExitStack()
-    held.enter_context(replica.reserve(num_blocks=num_blocks, deadline=deadline))
+    held.enter_context(replica.reserve(num_blocks=num_blocks, deadline=deadline, is_own=False))
     return PickedReplica(replica.address, held.close)
 
 

@@ -13,6 +13,7 @@ from kvstore.block_key import BlockKeyChain
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
 from router.config.endpoint_picker import EndpointPickerConfig
+from router.config.http import HttpConfig
 from router.config.security import (
     PLAIN_CALLS,
     ClientTlsConfig,
@@ -21,7 +22,7 @@ from router.config.security import (
 )
 from router.config.tenants import TenantsConfig
 from rpc.channels import open_channel
-from rpc.probe import wait_until_serving
+from rpc.probe import check_health, wait_until_serving
 from tests.support.certificates import Authority, write_files
 from tests.support.ext_proc import (
     CHAT,
@@ -184,6 +185,41 @@ async def test_an_exchange_that_ends_frees_the_place():
             assert await picker.destination(BODIES[CHAT]) == "127.0.0.2:8000"
 
 
+async def test_an_answer_that_does_not_begin_is_no_error_of_the_picker(monkeypatch):
+    """Its server ends the request: an error here would take the place of that answer."""
+    monkeypatch.setattr("router.endpoint_picker.service._SLACK_S", 0.1)
+    worker = FakeDecode([50], host="127.0.0.2")
+    async with running_picker(worker, default_timeout_s=0.1) as picker:
+        answers = await picker.ask(headers_message(), body_message(b"{}"), num_answers=2)
+        assert destination_of(answers) == "127.0.0.2:8000"
+        (call,) = picker.calls
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_a_body_that_does_not_come_ends_the_exchange():
+    """Pieces that come do not give it more time, as they would hold bytes for ever."""
+    http = HttpConfig(port=None, body_timeout_s=0.5)
+    async with running_picker(FakeDecode([50], host="127.0.0.2"), http=http) as picker:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await picker.ask(headers_message())
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        slow = picker._open(timeout=30)
+        await slow.write(headers_message())
+
+        async def send_pieces():
+            while not slow.done():
+                await slow.write(body_message(b" ", is_end=False))
+                await asyncio.sleep(0.1)
+
+        sending = asyncio.create_task(send_pieces())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await slow.read()
+        await asyncio.gather(sending, return_exceptions=True)  # its last piece may come too late
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.details().startswith("the body of the request did not arrive")
+
+
 async def test_without_a_worker_the_answer_is_503_and_health_says_so():
     worker = FakeDecode([50], host="127.0.0.2")
     async with running_picker(worker) as picker:
@@ -191,6 +227,10 @@ async def test_without_a_worker_the_answer_is_503_and_health_says_so():
         await worker.stop()
         await picker.router.until(lambda: not picker.router.candidate_ids())
         assert status_of(await picker.ask(headers_message(), body_message(b"{}"))) == 503
+        server = picker.router.service._servers[1]
+        await picker.router.until(lambda: not server.is_serving)
+        assert await check_health(picker.address) == "NOT_SERVING"
+        assert await check_health(picker.address, service="liveness") == "SERVING"
 
 
 async def test_the_body_goes_on_whole():
@@ -200,6 +240,24 @@ async def test_the_body_goes_on_whole():
         answers = await picker.ask(headers_message(), *pieces, num_answers=3)
         assert destination_of(answers) == "127.0.0.2:8000"
         assert passed_body(answers) == (body, True)
+
+
+@pytest.mark.parametrize("num_bytes", [2**24, 2**24 + 1])
+async def test_a_buffered_body_may_be_as_large_as_a_request_or_larger(num_bytes):
+    """The largest one that is read is one message, and a larger one is sent on unread."""
+    http = HttpConfig(port=None, max_request_bytes=2**24)
+    worker = FakeDecode([50], host="127.0.0.2")
+    options = [("grpc.max_send_message_length", -1)]
+    async with (
+        running_picker(worker, http=http) as picker,
+        grpc.aio.insecure_channel(picker.address, options) as channel,
+    ):
+        asked = RunningPicker(picker.router, picker.address, channel)
+        messages = (
+            headers_message(mode=pb.EXT_PROC_BODY_MODE_BUFFERED),
+            body_message(BODIES[CHAT].encode().ljust(num_bytes)),
+        )
+        assert destination_of(await asked.ask(*messages, num_answers=2)) == "127.0.0.2:8000"
 
 
 async def test_a_clients_prompts_have_its_own_keys(tmp_path):
@@ -257,6 +315,44 @@ async def test_workers_with_names_are_not_named(caplog):
         assert status_of(await picker.ask(headers_message(), body_message(b"{}"))) == 503
         (warning,) = [r for r in caplog.records if "IP addresses" in r.getMessage()]
         assert worker.address in warning.getMessage()
+
+
+async def test_a_choice_is_no_probe_of_an_ejected_replica():
+    """The picker does not learn how the request ends; one of the router's own does."""
+    async with running_picker(FakeDecode([50], host="127.0.0.2")) as picker:
+        (replica,) = picker.router.fleet.decode.candidates
+        breaker, now = replica._breaker, [0.0]
+        breaker._clock = lambda: now[0]
+        for _ in range(3):
+            breaker.fail(breaker.begin())
+        assert replica.is_ejected
+        now[0] = 2.0  # after the first cool-down
+        assert not replica.is_ejected
+        for path, body in ((CHAT, BODIES[CHAT]), (CHAT, "{}")):
+            assert await picker.destination(body, path) == "127.0.0.2:8000"
+            assert not replica.is_ejected
+
+
+async def test_servers_that_are_not_listed_any_more_come_last(tmp_path):
+    """Their pods are not ready, as the routers there do not answer, although the workers do."""
+    workers = FakeDecode([50], host="127.0.0.2"), FakeDecode([50], host="127.0.0.3")
+    workers[1].current_load.num_running = 9
+    port, path = reserved_port(), tmp_path / "workers"
+    config = {"picker": EndpointPickerConfig(endpoint_picker_port=port), "dns_interval_s": 0.05}
+    async with running_workers(*workers):
+        path.write_text("\n".join(worker.address for worker in workers))
+        async with (
+            running_router(*workers, decode=(f"file://{path}",), **config) as router,
+            open_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            picker = RunningPicker(router, f"127.0.0.1:{port}", channel)
+            assert await picker.destination() == "127.0.0.2:8000"
+            path.write_text(workers[1].address)
+            async with asyncio.timeout(10):
+                while [router.fleet.decode.lists(w.address) for w in workers] != [False, True]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # discovery notifies the tier alone
+            assert router.fleet.decode.at(workers[0].address) is not None
+            assert await picker.destination() == "127.0.0.3:8000"
 
 
 @pytest.mark.parametrize(

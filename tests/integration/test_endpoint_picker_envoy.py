@@ -10,6 +10,7 @@ import pytest
 
 from router.config.endpoint_picker import EndpointPickerConfig
 from router.config.http import HttpConfig
+from router.endpoint_picker.exchange import Exchange
 from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, running_workers
 from tests.support.ports import reserved_port
 from tests.support.proxies import require_proxy, running_picking_envoy
@@ -135,6 +136,19 @@ async def test_full_servers_are_429_and_lost_ones_503(tmp_path):
         await pods.picker.until(lambda: not pods.picker.candidate_ids())
         lost = await pods.post("x" * 50)
         assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
+
+
+async def test_a_picker_that_is_late_costs_no_answer(tmp_path, monkeypatch):
+    take = Exchange.take
+
+    async def take_late(exchange, message):
+        if message.HasField("response_headers"):
+            await asyncio.sleep(0.5)  # Envoy's own limit is 0.2 s
+        return await take(exchange, message)
+
+    monkeypatch.setattr(Exchange, "take", take_late)
+    async with running_pods(tmp_path) as pods:
+        assert await pods.text("x" * 50) in map(answer_of, HOSTS)
 
 
 async def test_without_a_picker_requests_go_to_any_router(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import baton
 from kernels.library.build import find_compiler
 from kernels.library.variants import variants_for
 from scripts.build_release import build_release
@@ -101,7 +102,7 @@ def test_the_wheel_adds_baton_alone_to_the_installed_packages(release):
     with zipfile.ZipFile(release[".whl"]) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"baton", "baton_llm.pth", "baton_llm-0.1.0.dist-info"}
+    assert tops == {"baton", "baton_llm.pth", f"baton_llm-{baton.__version__}.dist-info"}
     assert not [name for name in names if name.endswith((".o", ".pyc"))]
 
 

@@ -341,14 +341,15 @@ async def test_an_interrupt_ends_the_delay_of_a_stop():
     assert not service.has_drained
 
 
-async def test_a_failure_ends_the_delay_of_a_stop():
+@pytest.mark.parametrize("error", [InternalError, TimeoutError])
+async def test_a_failure_ends_the_delay_of_a_stop(error):
     service = ScriptedService()
     async with asyncio.timeout(20):
         server, task = await serve_scripted(service, ServerConfig(shutdown_delay_s=3600))
         os.kill(os.getpid(), signal.SIGTERM)
         await service.stop_announced.wait()
-        server.fail(InternalError("the engine has died"))
-        with pytest.raises(InternalError, match="has died"):
+        server.fail(error("the engine has died"))
+        with pytest.raises(error, match="has died"):
             await task
     assert service.is_closed
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -14,7 +15,7 @@ import pytest
 import baton
 from baton.common.own_packages import PACKAGES
 from kernels.library.variants import library_sets
-from scripts.build_release import ReleaseError, check_protos, check_wheel
+from scripts.build_release import ReleaseError, build_release, check_protos, check_wheel
 
 ROOT = Path(__file__).parents[3]
 COMMON_PACKAGES = ROOT / "tests" / "data" / "common_packages.json"
@@ -118,6 +119,24 @@ def test_a_wheel_that_lacks_something_is_refused_by_name(tree, options, words):
         check_wheel(make_wheel(tree, **options), tree)
 
 
+def test_a_refused_release_leaves_an_earlier_one_as_it_was(tree, tmp_path, monkeypatch):
+    def build(sources, target, folder, time_s):
+        if target == "wheel":
+            return make_wheel(tree, without=("__init__.py",)).rename(folder / WHEEL)
+        sdist = folder / "baton_llm-0.1.0.tar.gz"
+        with tarfile.open(sdist, "w:gz") as archive:
+            archive.add(sources, "baton_llm-0.1.0")
+        return sdist
+
+    monkeypatch.setattr("scripts.build_release._build", build)
+    out = tmp_path / "dist"
+    out.mkdir()
+    (out / "SHA256SUMS").write_text("earlier")
+    with pytest.raises(ReleaseError, match=r"engine/__init__\.py"):
+        build_release(tree, out, time_s=0)
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("SHA256SUMS", "earlier")]
+
+
 @pytest.mark.skipif(not BUF.exists() or shutil.which("git") is None, reason="no buf")
 def test_protos_that_an_earlier_release_would_misread_are_refused(tree):
     proto = tree / "protos" / "a" / "v1" / "a.proto"
@@ -131,6 +150,10 @@ def test_protos_that_an_earlier_release_would_misread_are_refused(tree):
     commit(PROTO)
     commit(PROTO.replace("text", "words"))
     assert "no earlier tag" in check_protos(tree, BUF)
+    shallow = tree.with_name("shallow")
+    git(tree, "clone", "--quiet", "--depth=1", tree.as_uri(), str(shallow))
+    with pytest.raises(ReleaseError, match="a shallow clone does not know the last tag"):
+        check_protos(shallow, BUF)
     git(tree, "tag", "v0.1.0")
     commit(PROTO.replace("text = 1;", "text = 1;\n  string more = 3;"))
     assert check_protos(tree, BUF) == "protos: processes of v0.1.0 understand them"

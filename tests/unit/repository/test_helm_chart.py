@@ -114,6 +114,11 @@ REFUSED = {
     "set autoscaling.prometheusUrl": {"prefill": {"autoscaling": {"type": "keda"}}},
     "which only type keda can do": {"prefill": {"autoscaling": {"type": "hpa", "minReplicas": 0}}},
     "set router.readyWithoutWorkers": {"decode": {"autoscaling": KEDA}},
+    "minReplicas is 0 and endpointPicker.enabled": {
+        "router": {"readyWithoutWorkers": True},
+        "decode": {"autoscaling": KEDA},
+        "endpointPicker": {"enabled": True},
+    },
     "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
         "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
     },
@@ -286,6 +291,22 @@ def test_selectors_find_the_pods_of_their_name(manifests):
             assert (index in selector) == (index in labels[found[0]])
     for name, deployment in by_name(manifests, "Deployment").items():
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
+
+
+@pytest.mark.parametrize("case", ["keda", "pool"])
+def test_only_clients_reach_the_ports_for_requests(answers, case):
+    """Although all pods may read the workers' metrics."""
+    manifests = answers[list(CASES).index(case)]
+    (client,) = CASES[case]["networkPolicy"]["clients"]
+    policies = by_name(manifests, "NetworkPolicy")
+    rules = [rule for policy in policies.values() for rule in policy["spec"]["ingress"]]
+    peers = [
+        rule["from"]
+        for rule in rules
+        if {"http", "picker"} & {entry["port"] for entry in rule.get("ports", ())}
+    ]
+    assert peers == [[client]] * len(peers)
+    assert len(peers) == (2 if case == "pool" else 1)
 
 
 def test_targets_name_services(manifests):

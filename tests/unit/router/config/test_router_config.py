@@ -70,6 +70,13 @@ def test_the_servers_have_ports_of_their_own():
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_the_endpoint_picker_has_a_port_of_its_own(flag):
+    message = f"{flag} and --endpoint-picker-port are both 8123; each server needs a port"
+    with pytest.raises(ConfigurationError, match=message):
+        parse_config("--decode", "a:1", flag, "8123", "--endpoint-picker-port", "8123")
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
 def test_a_number_that_is_no_port_names_its_flag(flag):
     with pytest.raises(ConfigurationError, match=rf"^{flag} is 70000; it must be in"):
         parse_config("--decode", "a:1", flag, "70000")

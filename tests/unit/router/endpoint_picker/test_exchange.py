@@ -187,6 +187,12 @@ def test_a_refusal_has_the_shape_of_its_protocol(path, key):
     assert headers == {"content-type": b"application/json", "retry-after": b"5"}
 
 
+def test_a_refused_request_holds_no_bytes():
+    driven = Driven(problem=Problem(status=429, message="all are full"))
+    assert status_of(driven.send(headers_message(), body_message(b"{}"))) == 429
+    assert driven.held.total == 0
+
+
 @pytest.mark.parametrize(
     "messages",
     [
