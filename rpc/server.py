@@ -39,7 +39,7 @@ from rpc.process_limits import MAX_CONNECTIONS, connection_budget, raise_descrip
 from rpc.server_access import ServerAccess
 from rpc.server_config import ServerConfig
 from rpc.standard_services import HEALTH_SERVICE_NAME, HealthServicer, add_reflection
-from rpc.stop_signals import StopSignals, ignore_hangup
+from rpc.stop_signals import StopSignals, ignored_hangup
 
 __all__ = [
     "EXIT_CONFIGURATION",
@@ -338,6 +338,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _
             await asyncio.wait((task,))
 
 
+@ignored_hangup()
 def run_process(
     name: str,
     log_level: str,
@@ -355,7 +356,6 @@ def run_process(
         log_format: text or json.
         run: reads the flags and returns the coroutine to run, usually of `serve`.
     """
-    ignore_hangup()
     start_logging(log_level, log_format)
     for warning in unknown_variables():
         _LOGGER.warning("%s", warning)

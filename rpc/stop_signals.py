@@ -14,7 +14,7 @@ __all__ = [
     "STOP_SIGNALS",
     "StopSignals",
     "exit_on_signals",
-    "ignore_hangup",
+    "ignored_hangup",
     "stop_signals_in_use",
 ]
 
@@ -31,12 +31,17 @@ def stop_signals_in_use() -> Sequence[signal.Signals]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def ignore_hangup() -> None:
-    """Lets SIGHUP do nothing, in this process and in those that it starts.
+@contextmanager
+def ignored_hangup() -> Generator[None, None, None]:
+    """Lets SIGHUP do nothing in the block, in this process and in those that it starts.
 
     Only for the main thread.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous or signal.SIG_DFL)  # None: it is not Python's
 
 
 class StopSignals:

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from baton.cli.chat import ChatSession, converse
@@ -22,7 +23,7 @@ from baton.common.request.sampling_params import SamplingParams
 from baton.up.cluster import background_cluster, run_cluster
 from baton.up.plan import ClusterConfig, ClusterPlan, Server, plan_cluster
 from router.chat.template import ChatTemplate
-from rpc.stop_signals import ignore_hangup
+from rpc.stop_signals import ignored_hangup
 from worker.processes.output import discard_unread_output, log_writer
 
 __all__ = ["add_args", "example_command", "main"]
@@ -71,9 +72,8 @@ def main(args: argparse.Namespace) -> int:
     write = log_writer(args.log_format)
     for warning in unknown_variables():
         write(f"serve | warning: {warning}")
-    if not args.chat:
-        ignore_hangup()
-    with running_config(args, ray_address) as config:
+    hangup = nullcontext() if args.chat else ignored_hangup()
+    with hangup, running_config(args, ray_address) as config:
         plan = plan_cluster(config)
         if (args.demo or args.chat) and plan.router.asks_for_certificates:
             raise ConfigurationError(

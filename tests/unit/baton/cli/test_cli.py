@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import signal
 import subprocess
 import sys
 
@@ -99,7 +100,9 @@ def test_help_has_the_main_flags_and_help_all_has_all(command, capsys):
 
 
 def test_missing_flags_are_named(capsys):
+    before = signal.getsignal(signal.SIGHUP)
     assert main(["router"]) == 2
+    assert signal.getsignal(signal.SIGHUP) is before
     assert capsys.readouterr().err == "baton router: error: --model and --decode are missing\n"
 
 
