@@ -161,6 +161,16 @@ class TestFirstAttention:
         check_flashinfer(CPU, torch.bfloat16, 8, 2, 64)
         assert package.num_plans == 1
 
+    def test_a_layer_of_a_pool_is_read(self, package, monkeypatch):
+        """A tensor that moves to a GPU is copied, and a copy of a layer has no gaps."""
+        move = torch.Tensor.to
+        monkeypatch.setattr(
+            torch.Tensor, "to", lambda *args, **options: move(*args, **options).clone()
+        )
+        check_flashinfer(CPU, torch.bfloat16, 8, 2, 64)
+        num_layers, elements_of_layer = 2, 2 * 2 * 16 * 64
+        assert package.page_strides == [num_layers * elements_of_layer]
+
     def test_wrong_numbers_are_refused(self, monkeypatch):
         FakeFlashInfer(offset=0.2).install(monkeypatch)
         with pytest.raises(ConfigurationError, match=r"wrong numbers on cpu, off by up to 0\.2"):
