@@ -27,6 +27,7 @@ class FakeFlashInfer(ModuleType):
         offset: added to each result.
         num_plans: calls of `plan` so far.
         runs: addresses of the keys of each call of `run` so far.
+        page_strides: distances between the pages of these keys, in elements.
     """
 
     def __init__(self, *, computes: bool = True, offset: float = 0.0) -> None:
@@ -34,6 +35,7 @@ class FakeFlashInfer(ModuleType):
         self.computes, self.offset = computes, offset
         self.num_plans = 0
         self.runs: list[int] = []
+        self.page_strides: list[int] = []
         self.BatchPrefillWithPagedKVCacheWrapper = self._make_wrapper
 
     def install(self, monkeypatch: Any) -> "FakeFlashInfer":
@@ -140,6 +142,7 @@ class _Wrapper:
         assert output.shape == q.shape
         assert output.dtype == q.dtype
         assert output.is_contiguous()
+        self._module.page_strides.append(keys.stride(0))
         self._module.runs.append(keys.data_ptr() if self._module.computes else 0)
         if self._module.computes:
             for index, pages in enumerate(self._pages):

@@ -45,13 +45,21 @@ class HostSequences:
     context_lens: np.ndarray
     tables: np.ndarray
 
-    def pages(self, layer_group: int, block_size: int) -> "_Pages":
-        """Returns the blocks of all contexts in a layer group."""
+    def pages(self, layer_group: int, block_size: int, sliding_window: int | None) -> "_Pages":
+        """Returns the blocks of all contexts in a layer group.
+
+        Blocks before a window may have become another sequence's. FlashInfer multiplies what they
+        hold by 0, which may be NaN: they are replaced by the sequence's first block in the window.
+        """
         counts = -(-self.context_lens // block_size)
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         columns = np.arange(int(counts.max(initial=0)))
         tables = self.tables[layer_group, :, : len(columns)]
+        if sliding_window is not None:
+            num_before = self.context_lens - np.diff(self.query_starts)
+            firsts = np.maximum(num_before - sliding_window + 1, 0) // block_size
+            tables = np.take_along_axis(tables, np.maximum(columns, firsts[:, None]), axis=1)
         last_lens = self.context_lens - block_size * np.maximum(counts - 1, 0)
         return _Pages(starts, tables[columns < counts[:, None]], last_lens.astype(np.int32))
 
@@ -166,8 +174,8 @@ class FlashInferAttention:
         place = layer_group, rule
         if place not in self._wrappers:
             self._wrappers[place] = self._new_wrapper(rule)
-        pages = sequences.pages(layer_group, self._block_size)
         window, lens = rule.sliding_window, np.diff(sequences.query_starts)
+        pages = sequences.pages(layer_group, self._block_size, window)
         self._wrappers[place].plan(
             self._on_host(sequences.query_starts),
             self._on_host(pages.starts),

@@ -29,6 +29,7 @@ _MAX_CAUSE = 1000
 _MAX_DIFFERENCE = 0.05
 """Of numbers around 1 that were rounded to bfloat16 before and after the sums."""
 _BLOCK_SIZE = 16
+_NUM_LAYERS, _LAYER = 2, 1
 _CONTEXT_LENS, _QUERY_LENS = (37, 17), (21, 1)
 
 _logger = logging.getLogger("baton.engine")
@@ -81,16 +82,18 @@ def check_flashinfer(
         ConfigurationError: FlashInfer does not compute such heads, cannot be compiled or launched,
             or its result is wrong.
     """
-    query, kv_layer, meta = _trial_step(dtype, num_heads, num_kv_heads, head_dim)
+    query, pool, meta = _trial_step(dtype, num_heads, num_kv_heads, head_dim)
     scale = 1 / math.sqrt(head_dim)
-    expected = reference.paged_attention(query.float(), kv_layer.float(), meta, scale=scale)
+    expected = reference.paged_attention(query.float(), pool[:, _LAYER].float(), meta, scale=scale)
     sequences = HostSequences(
         meta.query_starts.numpy(), meta.context_lens.numpy(), meta.block_tables[None].numpy()
     )
     try:
         with current(device), torch.inference_mode():
             (attend,) = FlashInferAttention(_BLOCK_SIZE, device).begin(sequences)
-            output = attend(query.to(device), kv_layer.to(device), meta, scale=scale).float().cpu()
+            # The whole pool: a copy of one layer would not have the distances of a pool.
+            kv_layer = pool.to(device)[:, _LAYER]
+            output = attend(query.to(device), kv_layer, meta, scale=scale).float().cpu()
     except ConfigurationError:
         raise
     except Exception as error:
@@ -134,10 +137,12 @@ def _version_of(package: str) -> str:
 def _trial_step(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-    """Returns a chunk and a token, over blocks in reverse order of one of two layers of a pool."""
+    """Returns the queries of a chunk and of a token, a pool of two layers, and the step's metadata
+    over its blocks in reverse order.
+    """
     generator = torch.Generator().manual_seed(0)
     counts = [-(-length // _BLOCK_SIZE) for length in _CONTEXT_LENS]
-    shape = sum(counts), 2, 2, num_kv_heads, _BLOCK_SIZE, head_dim
+    shape = sum(counts), _NUM_LAYERS, 2, num_kv_heads, _BLOCK_SIZE, head_dim
     pool = torch.randn(shape, generator=generator).to(dtype)
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     ids = reversed(range(sum(counts)))
@@ -153,4 +158,4 @@ def _trial_step(
         max_query_len=max(_QUERY_LENS),
         max_context_len=max(_CONTEXT_LENS),
     )
-    return query, pool[:, 1], meta
+    return query, pool, meta

@@ -84,13 +84,16 @@ class SentStep:
             rows: the rows before the step, with its table updates applied.
         """
         ids = np.array([chunk.row for chunk in self._chunks], np.int64)
-        ends = np.array([chunk.end for chunk in self._chunks], np.int64)
-        context_lens = np.concatenate((ends, 1 + rows.positions[self._decode_ids]))
+        context_lens = np.concatenate((self._chunk_ends(), 1 + rows.positions[self._decode_ids]))
         return HostSequences(
             self._query_starts(self.shape).astype(np.int32),
             context_lens.astype(np.int32),
             rows.tables[:, np.concatenate((ids, self._decode_ids))],
         )
+
+    def _chunk_ends(self) -> np.ndarray:
+        """Returns the position after the last token of each chunk, draft tokens included."""
+        return np.array([c.start_position + c.num_tokens for c in self._chunks], np.int64)
 
     def _query_starts(self, shape: StepShape) -> np.ndarray:
         """Returns where each sequence's tokens start, and their end; the padding is divided among
@@ -129,8 +132,7 @@ class SentStep:
             indices, num_after = np.array(places, np.int64).T
             token_rows[:num_chunk_rows] = query_starts[indices + 1] - 1 - num_after
             row_ids[:num_chunk_rows] = [self._chunks[index].row for index, _ in places]
-            ends = np.array([c.start_position + c.num_tokens for c in self._chunks], np.int64)
-            starts[:num_chunk_rows] = ends[indices] - 1 - num_after
+            starts[:num_chunk_rows] = self._chunk_ends()[indices] - 1 - num_after
         num_known = self.shape.num_tokens - num_decodes
         token_rows[num_chunk_rows:num_rows] = num_known + np.arange(num_decodes)
         row_ids[num_chunk_rows:num_rows] = self._decode_ids

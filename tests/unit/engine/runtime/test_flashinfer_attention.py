@@ -50,7 +50,7 @@ def test_tables_are_given_without_their_unused_ends(context_lens, block_size):
     tables = np.arange(2 * len(context_lens) * 41, dtype=np.int32).reshape(2, -1, 41)
     lens = np.array(context_lens, np.int32)
     starts = np.arange(len(lens) + 1, dtype=np.int32)
-    pages = HostSequences(starts, lens, tables).pages(1, block_size)
+    pages = HostSequences(starts, lens, tables).pages(1, block_size, None)
     for index, length in enumerate(context_lens):
         begin, end = pages.starts[index : index + 2]
         assert pages.ids[begin:end].tolist() == tables[1, index, : end - begin].tolist()
@@ -59,6 +59,16 @@ def test_tables_are_given_without_their_unused_ends(context_lens, block_size):
         assert (pages.last_lens[index] == 0) == (length == 0)
         assert pages.last_lens[index] <= block_size
     assert {pages.starts.dtype, pages.ids.dtype, pages.last_lens.dtype} == {np.dtype(np.int32)}
+
+
+def test_blocks_before_a_window_are_not_read():
+    """Of 27 tokens in blocks of 4 the last 3 are queries; the first sees tokens 18 to 24."""
+    tables = np.arange(1, 9, dtype=np.int32).reshape(1, 1, 8)
+    sequences = HostSequences(np.array([0, 3], np.int32), np.array([27], np.int32), tables)
+    pages = sequences.pages(0, 4, 7)
+    assert pages.ids.tolist() == [5, 5, 5, 5, 5, 6, 7]
+    assert (pages.starts.tolist(), pages.last_lens.tolist()) == ([0, 7], [3])
+    assert sequences.pages(0, 4, 1000).ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_layers_share_a_plan_and_read_the_pool_in_place(package):
@@ -160,6 +170,16 @@ class TestFirstAttention:
     def test_right_numbers_pass(self, package):
         check_flashinfer(CPU, torch.bfloat16, 8, 2, 64)
         assert package.num_plans == 1
+
+    def test_a_layer_of_a_pool_is_read(self, package, monkeypatch):
+        """A tensor that moves to a GPU is copied, and a copy of a layer has no gaps."""
+        move = torch.Tensor.to
+        monkeypatch.setattr(
+            torch.Tensor, "to", lambda *args, **options: move(*args, **options).clone()
+        )
+        check_flashinfer(CPU, torch.bfloat16, 8, 2, 64)
+        num_layers, elements_of_layer = 2, 2 * 2 * 16 * 64
+        assert package.page_strides == [num_layers * elements_of_layer]
 
     def test_wrong_numbers_are_refused(self, monkeypatch):
         FakeFlashInfer(offset=0.2).install(monkeypatch)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledChunk
+from engine.runtime.draws.rows import Rows
 from engine.runtime.steps.device_forward import StepGraphs
 from engine.runtime.steps.sent_steps import SentStep
 from engine.runtime.steps.step_shapes import (
@@ -110,6 +111,21 @@ def test_padded_steps_have_the_sequences_of_the_step_and_padding_in_the_spare_ro
         _check_logit_rows(batch, whole, token_rows, alone)
     else:
         assert all(chunk.needs_logits for chunk in batch.chunks)
+
+
+@given(st.data())
+def test_a_planned_step_has_whole_contexts_with_their_draft_tokens(data):
+    batch = data.draw(_batches(max_drafts=3))
+    chunks, decode_rows = batch.chunks, batch.decode_rows
+    rows = Rows(1, _LIMITS["max_rows"], 1)
+    rows.positions[:] = 100 + np.arange(len(rows.positions))
+    rows.tables[0, :, 0] = np.arange(len(rows.positions))
+    on_host = SentStep(batch, np.array(decode_rows, np.int64), _MAX_LEN).on_host(rows)
+    ends = [chunk.start_position + len(chunk.token_ids) for chunk in chunks]
+    assert on_host.context_lens.tolist() == ends + [101 + row for row in decode_rows]
+    lens = [len(chunk.token_ids) for chunk in chunks] + [1] * len(decode_rows)
+    assert np.diff(on_host.query_starts).tolist() == lens
+    assert on_host.tables[0, :, 0].tolist() == [chunk.row for chunk in chunks] + [*decode_rows]
 
 
 def _split(words, shape):
