@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"])),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Ray would kill workers where tests beside them take most of the machine's memory.
+    "RAY_memory_monitor_refresh_ms": "0",
     "OMP_NUM_THREADS": "1",
     "no_proxy": "127.0.0.1",
 }

@@ -17,6 +17,7 @@ export class StatusView {
     this.isShown = false;
     this.isPaused = false;
     this.isLooking = false;
+    this.isAskedAgain = false; // during a look
     this.problem = "";
     this.timer = null;
     element.addEventListener("click", (event) => this.act(event));
@@ -36,6 +37,7 @@ export class StatusView {
   }
 
   async look() {
+    this.isAskedAgain = this.isLooking;
     if (this.isLooking) return;
     this.isLooking = true;
     let pauseMs = RETRY_MS;
@@ -57,6 +59,7 @@ export class StatusView {
     }
     this.draw();
     clearTimeout(this.timer);
+    if (pauseMs === null && this.isAskedAgain) pauseMs = 0; // the key was changed meanwhile
     if (pauseMs !== null) this.timer = setTimeout(() => this.retry(), pauseMs);
   }
 
