@@ -3,8 +3,8 @@
 A request whose replica is lost continues on another one from the prompt and all
 tokens so far (`router.stages.continuation`), with the same seed, so that no token is lost or
 repeated. A replica that refuses a request, or fails on it, is not tried again, except if
-it had no room; a second failure ends the request. A request that lost its replica, found
-none with room or has tokens already waits for a replica that takes it.
+it had no room or took no requests then; a second failure ends the request. A request that
+lost its replica, found none with room or has tokens already waits for a replica that takes it.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from router.fleet.waiting import Turn, waited
 from router.observe.request_record import Attempt
 from router.requests.request import RoutedRequest
 from router.stages.continuation import HeldHandoff, Progress, Setbacks
-from router.stages.placement import Placement, fits
+from router.stages.placement import Placement, fits, refusal
 from router.stages.pulling import PrefixPulls
 
 __all__ = ["DecodeStage"]
@@ -281,16 +281,8 @@ class DecodeStage:
     def _refusal(self, request: RoutedRequest) -> BatonError:
         """The error of a new request that has waited in vain."""
         replicas = self._fleet.decode.candidates
-        bound = waited(self._queue_timeout_s)
-        if not replicas:
-            return none_ready(f"; {bound}")
-        if not any(fits(replica.capacity, request) for replica in replicas):
-            return FailedPreconditionError(
-                f"no decode replica can hold this request; {bound}", reason=Reason.NO_REPLICA_FITS
-            )
-        return ResourceExhaustedError(
-            f"all decode replicas are full; {bound}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
-        )
+        note = f"; {waited(self._queue_timeout_s)}"
+        return refusal(replicas, request, note) if replicas else none_ready(note)
 
 
 def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:

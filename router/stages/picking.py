@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from baton.common.errors import FailedPreconditionError, Reason, ResourceExhaustedError
 from baton.common.request.generation import GenerationRequest
-from router.fleet.fleet import RETRY_AFTER_S, Fleet, none_ready
+from router.fleet.fleet import Fleet, none_ready
 from router.fleet.replica import without_ejected
 from router.fleet.tier_replicas import DecodeReplica
 from router.requests.request import RoutedRequest
-from router.stages.placement import Placement, fits
+from router.stages.placement import Placement, refusal
 
 __all__ = ["MayTake", "PickedReplica", "Picking"]
 
@@ -90,7 +89,7 @@ class Picking:
         replica = placement.pick_to_start(request, refused)
         replica = replica or placement.pick_decode(request, refused)
         if replica is None:
-            raise _refusal(ready, request)
+            raise refusal(ready, request)
         num_blocks = placement.missing_blocks(request, replica, has_handoff=False)
         placement.expect(request, replica)
         return _held(replica, num_blocks, request.spec.deadline)
@@ -126,15 +125,3 @@ def _held(replica: DecodeReplica, num_blocks: int, deadline: float | None) -> Pi
 def _load(replica: DecodeReplica) -> tuple[float, str]:
     candidate = replica.candidate()
     return candidate.num_requests / candidate.num_seats, candidate.replica_id
-
-
-def _refusal(
-    ready: list[DecodeReplica], request: RoutedRequest
-) -> FailedPreconditionError | ResourceExhaustedError:
-    if not any(fits(replica.capacity, request) for replica in ready):
-        return FailedPreconditionError(
-            "no decode replica can hold this request", reason=Reason.NO_REPLICA_FITS
-        )
-    return ResourceExhaustedError(
-        "all decode replicas are full", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
-    )

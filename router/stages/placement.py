@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from baton.common.errors import FailedPreconditionError, Reason, ResourceExhaustedError
 from router.fleet.capacity import Capacity
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.replica import Replica, ReplicaT, without_ejected
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.requests.request import RoutedRequest
@@ -19,7 +20,7 @@ from router.routing.costs import (
 from router.routing.policy import Choice, RoutingPolicy
 from router.routing.sessions import SessionHomes
 
-__all__ = ["Placement", "PromptPlan"]
+__all__ = ["Placement", "PromptPlan", "fits", "refusal"]
 
 _FIRST_OUTPUT_TOKENS = 128.0
 _RATE = 0.05  # weight of an answer in the mean
@@ -223,6 +224,25 @@ def fits(capacity: Capacity, request: RoutedRequest) -> bool:
     """Whether a decode replica of this capacity can ever run a request."""
     spec = request.spec
     return capacity.holds(spec.max_total_tokens, spec.params.num_candidates)
+
+
+def refusal(
+    replicas: Sequence[DecodeReplica], request: RoutedRequest, note: str = ""
+) -> FailedPreconditionError | ResourceExhaustedError:
+    """The error of a request that no ready replica takes.
+
+    Args:
+        replicas: the decode replicas that are ready.
+        request: the request.
+        note: follows the text; how long the request waited.
+    """
+    if not any(fits(replica.capacity, request) for replica in replicas):
+        return FailedPreconditionError(
+            f"no decode replica can hold this request{note}", reason=Reason.NO_REPLICA_FITS
+        )
+    return ResourceExhaustedError(
+        f"all decode replicas are full{note}", RETRY_AFTER_S, reason=Reason.REPLICAS_FULL
+    )
 
 
 def _take(
