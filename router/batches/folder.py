@@ -165,10 +165,11 @@ class BatchFolder:
             FailedPreconditionError: a batch that has not finished reads it.
         """
         self.file(tenant, file_id)
-        for batch in self._unfinished(key_of(tenant)):
+        key = key_of(tenant)
+        for batch in self._unfinished(key, self._queue_of(key)):
             if batch.input_file_id == file_id:
                 raise FailedPreconditionError(f"file_id: {batch.id} still reads this file")
-        self._remove_file(key_of(tenant), file_id)
+        self._remove_file(key, file_id)
 
     def add_batch(self, record: BatchRecord) -> None:
         """Keeps a batch and puts it into the queue.
@@ -257,8 +258,8 @@ class BatchFolder:
     def _sweep_tenant(self, key: str) -> None:
         for kind in ("files", "batches"):
             _remove_temporaries(self._tenants / key / kind, self._clock())
-        in_use = {batch.input_file_id for batch in self._unfinished(key)}
-        queued = {batch.id for batch in self.queue()}
+        queued = self._queue_of(key)
+        in_use = {batch.input_file_id for batch in self._unfinished(key, queued)}
         for file in self._records(FileRecord, key, "files"):
             if file.expires_at <= self.now and file.id not in in_use:
                 self._remove_file(key, file.id)
@@ -273,15 +274,16 @@ class BatchFolder:
     def _enqueue(self, key: str, batch_id: str) -> None:
         _write(self._queue / f"{time.time_ns():020}.{batch_id}.{key}", b"")
 
-    def _unfinished(self, key: str) -> Iterator[BatchRecord]:
-        """The batches of a client that have not finished; those that cannot be read are left
-        out.
-        """
-        for queued in self.queue():
-            if queued.tenant_key == key:
-                record = self._read_or_log(BatchRecord, key, "batches", queued.id)
-                if record is not None and not record.is_finished:
-                    yield record
+    def _queue_of(self, key: str) -> Sequence[str]:
+        """Ids of a client's batches in the queue, the oldest first."""
+        return [queued.id for queued in self.queue() if queued.tenant_key == key]
+
+    def _unfinished(self, key: str, queued: Sequence[str]) -> Iterator[BatchRecord]:
+        """Those of a client's queued batches that have not finished, and can be read."""
+        for batch_id in queued:
+            record = self._read_or_log(BatchRecord, key, "batches", batch_id)
+            if record is not None and not record.is_finished:
+                yield record
 
     def _with_cancel(self, key: str, record: BatchRecord) -> BatchRecord:
         """The record as clients see it while whoever runs the batch has yet to end it."""

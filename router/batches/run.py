@@ -43,8 +43,7 @@ class BatchRun:
         self._max_line_bytes = max_line_bytes
         self._open = ExitStack()
         self._record: BatchRecord | None = None
-        self._output: ResultFile | None = None
-        self._errors: ResultFile | None = None
+        self._results: tuple[ResultFile, ResultFile] | None = None  # answers, errors
         self._unread: Iterator[BatchRequest] = iter(())
         self._changed = False
 
@@ -53,6 +52,12 @@ class BatchRun:
         """The batch, once `begin` has returned True."""
         assert self._record is not None, "the run has begun"
         return self._record
+
+    @property
+    def _files(self) -> tuple[ResultFile, ResultFile]:
+        """The files of answers and of errors, once `begin` has returned True."""
+        assert self._results is not None, "the run has begun"
+        return self._results
 
     def begin(self) -> bool:
         """Checks the input, and opens the results; returns whether there is something to run."""
@@ -63,8 +68,7 @@ class BatchRun:
         self._record = record = self._without_cancel(record)
         if not record.total and not self._check_input(record):
             return False
-        self._output = self._results(record.output_id)
-        self._errors = self._results(record.error_id)
+        self._results = self._open_results(record.output_id), self._open_results(record.error_id)
         self._unread = self._without_result()
         self._save(status="in_progress", **self._counts())
         return True
@@ -84,8 +88,8 @@ class BatchRun:
     def add_answer(self, custom_id: str, status: int, request_id: str, body: bytes) -> None:
         """Keeps the answer to a request."""
         line = result_line(custom_id, status=status, request_id=request_id, body=body)
-        results = self._output if status in _SUCCESS else self._errors
-        self._add(results, custom_id, line)
+        output, errors = self._files
+        self._add(output if status in _SUCCESS else errors, custom_id, line)
 
     def reason_to_stop(self) -> str | None:
         """`expired`, `cancelled` or None."""
@@ -110,11 +114,10 @@ class BatchRun:
             self._end_requests(status)
         self._sync()
         self._save(status="finalizing", **self._counts())
-        assert self._output is not None
-        assert self._errors is not None
+        output, errors = self._files
         ends = {
-            "has_output": self._publish(self._output, self.record.output_id, "output"),
-            "has_errors": self._publish(self._errors, self.record.error_id, "error"),
+            "has_output": self._publish(output, self.record.output_id, "output"),
+            "has_errors": self._publish(errors, self.record.error_id, "error"),
         }
         if status == "cancelled":
             asked = self._folder.batch_by_key(self._queued.tenant_key, self._queued.id)
@@ -152,33 +155,30 @@ class BatchRun:
         self._folder.leave_queue(self._queued)
         _LOGGER.info("batch %s: failed, its input has errors", self._queued.id)
 
-    def _results(self, file_id: str) -> ResultFile:
+    def _open_results(self, file_id: str) -> ResultFile:
         path = self._folder.content_path(self._queued.tenant_key, file_id)
         results = ResultFile(path)
         self._open.callback(results.close)
         return results
 
     def _without_result(self) -> Iterator[BatchRequest]:
-        assert self._output is not None
-        assert self._errors is not None
         path = self._folder.content_path(self._queued.tenant_key, self.record.input_file_id)
-        done = self._output.digests | self._errors.digests
+        output, errors = self._files
+        done = output.digests | errors.digests
         return read_requests(path, self.record.endpoint, done)
 
-    def _add(self, results: ResultFile | None, custom_id: str, line: bytes) -> None:
-        assert results is not None
-        assert self._output is not None
-        assert self._errors is not None
+    def _add(self, results: ResultFile, custom_id: str, line: bytes) -> None:
         digest = id_digest(custom_id)
-        if digest not in self._output.digests and digest not in self._errors.digests:
+        if all(digest not in file.digests for file in self._files):
             results.append(custom_id, line)
             self._changed = True
 
     def _end_requests(self, status: str) -> None:
         """Writes the error of each request that has no result."""
         error = {"code": f"batch_{status}", "message": _MESSAGES[status]}
+        _, errors = self._files
         for request in self._without_result():
-            self._add(self._errors, request.custom_id, result_line(request.custom_id, error=error))
+            self._add(errors, request.custom_id, result_line(request.custom_id, error=error))
 
     def _publish(self, results: ResultFile, file_id: str, name: str) -> bool:
         """Lets clients see a file of results; removes it if it is empty."""
@@ -200,14 +200,12 @@ class BatchRun:
         return True
 
     def _sync(self) -> None:
-        for results in (self._output, self._errors):
-            assert results is not None
+        for results in self._files:
             results.sync()
 
     def _counts(self) -> dict[str, int]:
-        assert self._output is not None
-        assert self._errors is not None
-        return {"completed": len(self._output.digests), "failed": len(self._errors.digests)}
+        output, errors = self._files
+        return {"completed": len(output.digests), "failed": len(errors.digests)}
 
     def _save(self, **fields: object) -> None:
         """Changes the record, with the moment at which it gets a new status."""
