@@ -22,7 +22,8 @@ from baton.common.short_texts import short_repr
 from router.chat.chat_request import ChatRequest
 from router.chat.model import ChatModel
 from router.chat.template import ChatTemplate
-from router.config.router import RouterConfig, ServedModelConfig
+from router.config.router import RouterConfig
+from router.config.served_model import ServedModelConfig
 from router.fleet.fleet import Fleet
 from router.fleet.served_model import RequestLimits
 from router.observe.request_log import RequestLog

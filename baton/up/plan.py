@@ -25,7 +25,8 @@ from baton.up.gpus import GpuShare, share_gpus, visible_gpus
 from engine.config import EngineConfig
 from router.config.http import HttpConfig
 from router.config.processes import ProcessesConfig
-from router.config.router import RouterConfig, ServedModelConfig, flags_of_router
+from router.config.router import RouterConfig, flags_of_router
+from router.config.served_model import ServedModelConfig
 from rpc.server_config import MetricsConfig, ServerConfig
 from worker.processes.ports import bound_ports, local_address
 from worker.processes.spawn import ProcessSpec, worker_spec

@@ -16,7 +16,7 @@ from router.chat.reasoning_parsers import (
 )
 from router.chat.template import ChatTemplate, ends_in_reasoning
 from router.chat.tool_parsers import ToolParser, tool_parser
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.requests.reasoning import encode_marks
 from router.requests.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ DEFAULT_ENDPOINT_PORT = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointPickerConfig:
-    """Where a proxy asks for servers, and which port they have.
+    """The port at which a proxy asks for servers, and the port of these.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.

@@ -1,22 +1,22 @@
-"""`RouterConfig`, `ServedModelConfig` and their command-line flags."""
+"""`RouterConfig` and its command-line flags."""
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from baton.common.errors import ConfigurationError
 from baton.common.flags.config_flags import add_flags, config_from_args, flag, flags_of_config
 from baton.common.flags.values import auto_or_count
-from baton.common.model_files.named_models import HubFlags, default_model_name, with_revision
+from baton.common.model_files.named_models import HubFlags, with_revision
 from baton.common.security.config import CredentialsConfig
 from router.config.endpoint_picker import EndpointPickerConfig
 from router.config.entries import read_entries
 from router.config.http import HttpConfig
 from router.config.security import ClientTlsConfig, RouterSecurityConfig, WorkerTlsConfig
+from router.config.served_model import ServedModelConfig
 from router.config.tenants import TenantsConfig
-from rpc.discovery.discovery import parse_target
 from rpc.server_config import MetricsConfig, ServerConfig, check_port
 from rpc.tracing import TracingConfig
 
@@ -24,11 +24,9 @@ __all__ = [
     "AUTO",
     "DEFAULT_GRPC_PORT",
     "DEFAULT_PORT",
-    "GENERATION_CONFIGS",
     "MAX_WAITING",
     "NO_PREFILL_POLICIES",
     "RouterConfig",
-    "ServedModelConfig",
     "add_args",
     "flags_of_router",
     "router_config_from_args",
@@ -38,101 +36,10 @@ AUTO = "auto"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 NO_PREFILL_POLICIES = ("local", "wait", "fail")
-GENERATION_CONFIGS = ("auto", "none")
-"""Where defaults of sampling parameters come from: the checkpoint, or `SamplingParams` alone."""
 MAX_WAITING = 4096
 """How many requests wait at most, beside those that the replicas run, unless a flag says so."""
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
 """Workers receive the time left in milliseconds, in 32 bits."""
-
-
-def _list_flag(default: Any, metavar: str, help_text: str, **options: Any) -> Any:
-    """Makes a field whose flag is repeatable and takes comma-separated values."""
-    return flag(default, help_text, metavar=metavar, is_main=True, **options)
-
-
-def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = (
-        f"{tier} replicas: host:port, dns:///name:port for all addresses of a DNS name, "
-        "file:///path for those in a file, one a line, k8s:///namespace/service:port for the pods "
-        "of a Service, or register:///?label=value for workers that announce themselves; "
-        "comma-separated, repeatable"
-    )
-    return _list_flag(default, "TARGET", help_text + note)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModelConfig:
-    """A served model: its files, its names and its replicas.
-
-    Field names are the command line's flags with underscores.
-
-    Raises:
-        ConfigurationError: there is no decode replica, or a target is malformed.
-    """
-
-    model: str = flag(
-        MISSING,
-        "checkpoint folder, GGUF file, demo, smollm2, gemma3-270m, or Hub name; the router reads "
-        "its tokenizer, chat template and generation_config.json",
-        metavar="MODEL",
-        is_positional=True,
-    )
-    decode: tuple[str, ...] = _targets("decode", MISSING)
-    prefill: tuple[str, ...] = _targets(
-        "prefill", (), "; without any, decode workers compute all prompts"
-    )
-    served_model_name: tuple[str, ...] = _list_flag(
-        (),
-        "NAME",
-        "names of the model in requests, comma-separated, repeatable; workers must serve the "
-        "first one (default: the last "
-        "part of --model)",
-        is_list=True,
-    )
-    generation_config: str = flag(
-        "auto",
-        "defaults of the sampling parameters that a request leaves unset: those of the model's "
-        "generation_config.json (auto), or only Baton's own (none)",
-        choices=GENERATION_CONFIGS,
-    )
-    chat_template: str | None = flag(
-        None,
-        "chat template: a file, or the template itself (default: that of the checkpoint)",
-        is_main=True,
-    )
-    tool_call_parser: str | None = flag(
-        None,
-        "format in which the model writes tool calls, such as hermes; see docs/chat.md",
-        metavar="NAME",
-        is_main=True,
-    )
-    reasoning_parser: str | None = flag(
-        None,
-        "format in which the model writes its reasoning, such as qwen3; it states the tags of "
-        "--reasoning-start-str and --reasoning-end-str",
-        metavar="NAME",
-        is_main=True,
-    )
-    reasoning_start_str: str | None = flag(
-        None,
-        "text before the part in which the model reasons, such as <think>; with it, structured "
-        "outputs begin after that part, and requests may limit it (thinking_token_budget)",
-    )
-    reasoning_end_str: str | None = flag(
-        None, "text after that part, such as </think>; set both or none"
-    )
-
-    def __post_init__(self) -> None:
-        if not self.decode:
-            raise ConfigurationError("--decode is missing; give at least one host:port")
-        for target in (*self.decode, *self.prefill):
-            parse_target(target)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that requests may give. The first is the model's own, also on workers."""
-        return self.served_model_name or (default_model_name(self.model),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from functools import partial
 from baton.common.errors import FailedPreconditionError, Reason, UnavailableError
 from baton.common.security.cluster import ClusterSecurity
 from baton.v1 import worker_pb2
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.fleet.capacity import Capacity
 from router.fleet.replica import Replica, ReplicaT
 from router.fleet.replica_load import ReplicaLoads

@@ -6,7 +6,7 @@ from baton.common.errors import ConfigurationError, InvalidArgumentError
 from baton.common.model_files.files import open_model_files
 from baton.common.model_files.named_models import RECOMMENDED_PARAMS
 from baton.common.request.sampling_params import MODEL_DEFAULTS, PARAM_TYPES, SamplingParams
-from router.config.router import GENERATION_CONFIGS
+from router.config.served_model import GENERATION_CONFIGS
 
 __all__ = ["load_default_params"]
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.common.errors import ConfigurationError, UnavailableError
 from router.config.http import HttpConfig
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.http.server import HttpServer
 from router.models import RouterFiles
 from tests.support.bench_requests import completion_body, read_result

@@ -20,8 +20,8 @@ from baton.common.security.config import CredentialsConfig
 from baton.v1 import registration_pb2, registration_pb2_grpc
 from router import server as router_server
 from router.config.http import HttpConfig
-from router.config.router import ServedModelConfig
 from router.config.security import RouterSecurityConfig
+from router.config.served_model import ServedModelConfig
 from rpc.channels import open_blocking_channel, open_channel
 from rpc.discovery.announcements import Announcements
 from rpc.probe import wait_until_serving

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.common.request.sampling_params import SamplingParams
 from baton.common.security.cluster import ClusterSecurity
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.fleet import tier as tier_module
 from router.fleet.fleet import Fleet
 from router.generation_wire import request_from_proto

@@ -9,7 +9,7 @@ from baton.common.request.request_spec import ReasoningStart
 from baton.v1 import generation_pb2
 from router.chat.template import ChatTemplate
 from router.chat.template_source import TemplateSource, TemplateText
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.requests import validation
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.running_router import (

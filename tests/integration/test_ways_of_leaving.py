@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 
 from baton.v1 import generation_pb2
 from router.config.http import HttpConfig
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from tests.support.cluster import get_load
 from tests.support.raw_grpc import RawConnection
 from tests.support.running_router import RunningRouter, request

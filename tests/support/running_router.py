@@ -15,7 +15,8 @@ import pytest
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.chat.template import ChatTemplate
 from router.config.http import HttpConfig
-from router.config.router import RouterConfig, ServedModelConfig
+from router.config.router import RouterConfig
+from router.config.served_model import ServedModelConfig
 from router.models import Models, RouterFiles
 from router.requests.tokenizer import Tokenizer
 from router.security import RouterSecurity

@@ -22,7 +22,7 @@ from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CredentialsConfig
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.runtime.weights.loader import load_model
-from router.config.router import ServedModelConfig
+from router.config.served_model import ServedModelConfig
 from router.models import RouterFiles
 from tests.support.other_user import as_other_user
 

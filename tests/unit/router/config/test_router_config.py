@@ -5,7 +5,8 @@ import pytest
 from baton.common.errors import ConfigurationError
 from baton.common.flags.parser import FlagParser
 from router.config.http import HttpConfig
-from router.config.router import RouterConfig, ServedModelConfig, add_args, router_config_from_args
+from router.config.router import RouterConfig, add_args, router_config_from_args
+from router.config.served_model import ServedModelConfig
 from rpc.server_config import ServerConfig
 
 

@@ -8,8 +8,9 @@ import pytest
 from baton.common.errors import UnauthenticatedError
 from baton.v1 import cluster_pb2
 from router.config.http import HttpConfig
-from router.config.router import RouterConfig, ServedModelConfig
+from router.config.router import RouterConfig
 from router.config.security import RouterSecurityConfig
+from router.config.served_model import ServedModelConfig
 from router.config.tenants import TenantsConfig
 from router.http.page import state
 from router.http.page.state import PageState
