@@ -112,10 +112,9 @@ def _search_kernel(
     unless draw i does not filter or one key is left.
     """
     draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = draw if logit_rows is None else tl.load(logit_rows + draw)
-    draw_id = tl.load(draw_ids + draw)
-    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
-    is_drawn = (temperature > 0.0) & (tl.load(likeliest + row) >= 0)
+    row, temperature, limit, is_drawn = _draw(
+        draw, draw_ids, logit_rows, temperatures, limits, likeliest
+    )
     if (is_drawn & _filters(limit, vocab_size, IS_TOP_P)) == 0:
         return
     maximum = tl.load(maxima + row)
@@ -165,10 +164,9 @@ def _gather_kernel(
     TILES tiles of BLOCK tokens.
     """
     draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = draw if logit_rows is None else tl.load(logit_rows + draw)
-    draw_id = tl.load(draw_ids + draw)
-    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
-    is_drawn = (temperature > 0.0) & (tl.load(likeliest + row) >= 0)
+    row, temperature, limit, is_drawn = _draw(
+        draw, draw_ids, logit_rows, temperatures, limits, likeliest
+    )
     if (is_drawn & _filters(limit, vocab_size, IS_TOP_P)) == 0:
         return
     maximum = tl.load(maxima + row)
@@ -221,10 +219,10 @@ def _settle_kernel(
     where it does not filter; of top-p, which comes last, no less than min-p's. Program i: draw i.
     """
     draw = tl.program_id(0).to(tl.int64)
-    row = draw if logit_rows is None else tl.load(logit_rows + draw)
-    draw_id = tl.load(draw_ids + draw)
-    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
-    if (temperature <= 0.0) | (tl.load(likeliest + row) < 0):
+    row, temperature, limit, is_drawn = _draw(
+        draw, draw_ids, logit_rows, temperatures, limits, likeliest
+    )
+    if is_drawn == 0:
         return
     threshold = tl.full((), float("-inf"), tl.float64)
     if IS_TOP_P:
@@ -254,8 +252,18 @@ def _settle_kernel(
         value = _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
         threshold = scale_logits(value, maximum, temperature)
     if IS_TOP_P:
-        threshold = tl.maximum(threshold, tl.load(log_min_ps + draw_id))
+        threshold = tl.maximum(threshold, tl.load(log_min_ps + tl.load(draw_ids + draw)))
     tl.store(thresholds + draw, threshold)
+
+
+@triton.jit
+def _draw(draw, draw_ids, logit_rows, temperatures, limits, likeliest):
+    """Returns a draw's row of logits, its temperature and limit, and whether it is random."""
+    row = draw if logit_rows is None else tl.load(logit_rows + draw)
+    draw_id = tl.load(draw_ids + draw)
+    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
+    is_drawn = (temperature > 0.0) & (tl.load(likeliest + row) >= 0)
+    return row, temperature, limit, is_drawn
 
 
 @triton.jit
