@@ -1,4 +1,4 @@
-"""What metrics show of the replicas of all models, read when they are scraped."""
+"""Metrics of the replicas of all models, read when they are scraped."""
 
 from collections.abc import Iterator
 

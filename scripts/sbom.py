@@ -94,7 +94,7 @@ def _needed(own: metadata.Distribution) -> dict[str, set[str]]:
 def _requirements(
     distribution: metadata.Distribution, extras: Iterable[str]
 ) -> Iterable[Requirement]:
-    """What a package needs on this system, with these extras."""
+    """The requirements of a package on this system, with these extras."""
     environments = [{"extra": extra} for extra in ("", *sorted(extras))]
     for line in distribution.requires or ():
         requirement = Requirement(line)

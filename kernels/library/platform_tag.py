@@ -45,7 +45,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a library needs of the system.
+    """The needs of a library.
 
     Attributes:
         architecture: such as "x86_64"; empty if it is of none that has a tag.

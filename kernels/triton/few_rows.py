@@ -32,7 +32,7 @@ _NO_NORM = tl.constexpr(-1)
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows the sums of a product.
+    """The operations behind the sums of a product.
 
     Attributes:
         activation: of the sums, or of the gates.

@@ -57,7 +57,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class InputCheck:
-    """What a check of an input file found.
+    """The result of a check of an input file.
 
     Attributes:
         total: the number of requests.

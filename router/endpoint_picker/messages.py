@@ -1,4 +1,4 @@
-"""What an endpoint picker reads from Envoy's messages, and the answers to them. Pure."""
+"""Reads Envoy's messages to an endpoint picker, and makes the answers to them. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

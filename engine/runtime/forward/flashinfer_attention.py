@@ -81,7 +81,7 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a plan and its kernel depend on, besides the sequences.
+    """The parameters of a plan and its kernel, besides the sequences.
 
     Attributes:
         num_heads: heads of queries.

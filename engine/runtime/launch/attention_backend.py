@@ -27,7 +27,7 @@ _COMPILER = (
 _MAX_CAUSE = 1000
 """Characters of an error that are shown: those of a compiler can be pages."""
 _MAX_DIFFERENCE = 0.05
-"""Of numbers around 1 that were rounded to bfloat16 before and after the sums."""
+"""The error of numbers around 1 that were rounded to bfloat16 before and after the sums."""
 _BLOCK_SIZE = 16
 _NUM_LAYERS, _LAYER = 2, 1
 _CONTEXT_LENS, _QUERY_LENS = (37, 17), (21, 1)
