@@ -142,6 +142,11 @@ class EngineTurns(Protocol):
     def others_wish(self) -> TurnWish | None:
         """The longest turn that another engine could bear a moment ago; None for no limit."""
 
+    def handed_over(self) -> None:
+        """Notes that a request continues on another engine, which may take turns with this one and
+        is about to decode: for a moment, what it could bear at its last turn is a limit.
+        """
+
     def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
         """Waits for this engine's turn, in which the runner's next step computes.
 
@@ -168,6 +173,9 @@ class NoTurns:
     def take(self, woken: threading.Event | None = None, timeout_s: float = math.inf) -> bool:
         """Returns True."""
         return True
+
+    def handed_over(self) -> None:
+        """Does nothing."""
 
     def end(self) -> None:
         """Does nothing."""

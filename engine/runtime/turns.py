@@ -20,7 +20,9 @@ turn of another engine may be, and how much longer for each sequence that comes 
 it soon. The others read it when they schedule, and bound their steps. So it is
 written before a turn ends: the next engine schedules at once. Of several wishes
 the shortest counts. A wish is good for about a second and written again during
-longer waits, so it need not be withdrawn.
+longer waits, so it need not be withdrawn. An engine that has just handed a request
+over to another one heeds the last wish, however old: the other will decode, and
+cannot write a new wish before the next step is scheduled.
 """
 
 import fcntl
@@ -58,6 +60,8 @@ _WISH = struct.Struct("dddd")
 """Behind the stamp: `TurnWish.turn_s`, the time of the machine's monotonic clock until which the
 wish is good, and its other two fields. An engine that still has the wish writes it again before."""
 _MAX_WISH_S = 3600.0
+_HANDED_OVER_S = 1.0
+"""For so long after a handover, an old wish counts."""
 _FILE_BYTES = _STAMP_BYTES + _WISH.size
 
 _logger = logging.getLogger("baton.engine")
@@ -105,6 +109,7 @@ class Turns:
         self.wish: TurnWish | None = None
         self._written_wish = b""
         self._rewrite_at = 0.0
+        self._heeds_old_until = -math.inf
         self._longest_turn_s = longest_turn_s
         self._files: tuple[int, ...] = () if folder is None else _open_files(Path(folder))
         self._seen_stamp: bytes | None = None
@@ -138,10 +143,16 @@ class Turns:
             return None
         turn_s, good_until, sequence_s, max_s = _WISH.unpack(record)
         # A later time is that of a clock before the machine was started again.
-        is_good = 0 < good_until - time.monotonic() <= _time_good_s(turn_s)
+        now = time.monotonic()
+        oldest = 0.0 if now < self._heeds_old_until else now
+        is_good = oldest < good_until <= now + _time_good_s(turn_s)
         if not (is_good and 0 < turn_s <= _MAX_WISH_S and 0 <= sequence_s <= _MAX_WISH_S):
             return None
         return TurnWish(turn_s, sequence_s, max_s)
+
+    def handed_over(self) -> None:
+        """Lets the last wish count for a moment, if its time is over; see `EngineTurns`."""
+        self._heeds_old_until = time.monotonic() + _HANDED_OVER_S
 
     @contextmanager
     def wait_for_turn(self) -> Iterator[None]:

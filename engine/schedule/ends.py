@@ -9,6 +9,7 @@ from engine.groups.group import FinishedCandidate, GroupState, Sequence, Sequenc
 from engine.kv_transfer.saves import Saves
 from engine.metrics.counts import EngineMetrics
 from engine.request import EngineOutput, FinishReason
+from engine.runner import EngineTurns
 from engine.schedule.branches import Branches
 from engine.schedule.guides import Guides
 from engine.schedule.output_maker import OutputMaker
@@ -204,6 +205,7 @@ class Handovers:
         queues: waiting and running groups.
         branches: rows of sequences.
         saves: saves their KV and makes handoffs.
+        turns: the engine's turns, which are short while another engine decodes.
     """
 
     def __init__(
@@ -213,12 +215,14 @@ class Handovers:
         queues: GroupQueues,
         branches: Branches,
         saves: Saves,
+        turns: EngineTurns,
     ) -> None:
         self._maker = maker
         self._ends = ends
         self._queues = queues
         self._branches = branches
         self._saves = saves
+        self._turns = turns
 
     def hand_over(self, group: SequenceGroup, result: ChunkOutput) -> Outputs:
         """Returns the first tokens and frees the group's blocks.
@@ -232,6 +236,7 @@ class Handovers:
             first_logprobs=result.logprobs,
         )
         self._saves.save_for_handoff(group)
+        self._turns.handed_over()
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
         return [first, *self.report_saved(group)]

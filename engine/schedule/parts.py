@@ -157,7 +157,8 @@ class SchedulerParts:
         guides = Guides(grammars, info.vocab_size)
         maker = OutputMaker(clock)
         ends = Ends(maker, queues, branches, saves, guides, drafts, metrics, clock)
-        handovers = Handovers(maker, ends, queues, branches, saves)
+        turns = turns or NoTurns()
+        handovers = Handovers(maker, ends, queues, branches, saves, turns)
         return cls(
             config=config,
             new_group=_GroupMaker(config, info, namespace, clock),
@@ -188,7 +189,7 @@ class SchedulerParts:
             ),
             metrics=metrics,
             clock=clock,
-            times=StepTimes(config, costs, clock, turns or NoTurns()),
+            times=StepTimes(config, costs, clock, turns),
             kv_bytes_per_token=info.kv_bytes_per_token,
         )
 

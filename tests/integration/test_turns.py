@@ -158,6 +158,28 @@ def test_the_next_engine_finds_the_wish_of_the_turn_before(make):
     assert following.others_wish == SHORT
 
 
+def test_after_a_handover_the_last_wish_counts_for_a_moment_however_old(make, monkeypatch):
+    """The other engine will decode, but has not scheduled it yet."""
+    streams, prompts = make(), make()
+    now = 1000.0
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
+    prompts.handed_over()
+    assert prompts.others_wish is None, "nobody has wished for anything yet"
+    streams.wish = SHORT
+    streams.take()
+    streams.end()
+    now += 500.0
+    assert prompts.others_wish is None
+    prompts.handed_over()
+    assert prompts.others_wish == SHORT
+    assert streams.others_wish is None, "its own"
+    now += 1.01
+    assert prompts.others_wish is None
+    prompts.handed_over()
+    now -= 900.0  # the machine was started again
+    assert prompts.others_wish is None
+
+
 def test_a_wish_outlives_a_long_turn(make, monkeypatch):
     """It is written again while its engine waits."""
     waiting, computing = make(), make()

@@ -7,6 +7,7 @@ from baton.common.errors import InternalError
 from engine.batch import ScheduledBatch
 from engine.constraints.grammars import Grammars
 from engine.request import EngineOutput, EngineRequest
+from engine.runner import EngineTurns
 from engine.schedule.parts import SchedulerParts
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
@@ -69,6 +70,7 @@ class DrivenScheduler:
         with_connector: whether it has a connector, whose jobs the test ends.
         finds_by_key: whether the connector is a store; else it lends blocks.
         role: "prefill" hands every request over.
+        turns: the engine's turns with others; None if it takes none.
         config: fields of the engine's configuration.
 
     Attributes:
@@ -86,6 +88,7 @@ class DrivenScheduler:
         with_connector: bool = False,
         finds_by_key: bool = True,
         role: str = "both",
+        turns: EngineTurns | None = None,
         **config: object,
     ) -> None:
         info = fake_info(4, 64, windows=windows)
@@ -107,6 +110,7 @@ class DrivenScheduler:
             grammars=Grammars(engine_config, info, lambda: None),
             clock=lambda: self.now,
             transfer_metrics=self.metrics,
+            turns=turns,
         )
         self.scheduler = Scheduler(parts)
 

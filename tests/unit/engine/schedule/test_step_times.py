@@ -151,6 +151,26 @@ def test_requests_that_will_decode_elsewhere_lengthen_the_turns_that_others_bear
     assert numbered.turns.wish == TurnWish(pytest.approx(80 * MS), 0.0, pytest.approx(80 * MS))
 
 
+def test_turns_learn_of_a_handover_before_the_next_step_is_scheduled() -> None:
+    class ToldTurns(NoTurns):
+        num_handed_over = 0
+
+        def handed_over(self) -> None:
+            self.num_handed_over += 1
+
+    turns = ToldTurns()
+    driven = DrivenScheduler(
+        with_connector=True, role="prefill", turns=turns, max_num_batched_tokens=8
+    )
+    driven.add(request("a", 10))
+    driven.step()
+    driven.answer()
+    driven.step()
+    assert turns.num_handed_over == 0, "the rest of its prompt is still to be computed"
+    driven.step()
+    assert turns.num_handed_over == 1
+
+
 def test_waits_for_turns_are_no_times_of_steps() -> None:
     device = Device(0.0, MS)
     began_at = device.times.now()
