@@ -40,7 +40,7 @@ async def test_under_overload_much_is_served_in_time_and_the_rest_is_refused_at_
         assert {answer.status for answer in answers} <= {200, 503, 504}
         assert all(answer.has_retry_after for answer in refused)
         assert max(answer.elapsed_s for answer in answers) <= TIMEOUT_S + 0.5 + late_s
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + 60
         while metric(cluster, "baton_router_running_requests"):
             assert time.monotonic() < ends
             await asyncio.sleep(0.1)

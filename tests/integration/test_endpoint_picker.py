@@ -189,7 +189,7 @@ async def test_an_answer_that_does_not_begin_is_no_error_of_the_picker(monkeypat
     """Its server ends the request: an error here would take the place of that answer."""
     monkeypatch.setattr("router.endpoint_picker.service._SLACK_S", 0.1)
     worker = FakeDecode([50], host="127.0.0.2")
-    async with running_picker(worker, default_timeout_s=0.1) as picker:
+    async with running_picker(worker, default_timeout_s=1.0) as picker:
         answers = await picker.ask(headers_message(), body_message(b"{}"), num_answers=2)
         assert destination_of(answers) == "127.0.0.2:8000"
         (call,) = picker.calls

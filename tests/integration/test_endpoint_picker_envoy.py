@@ -43,7 +43,7 @@ class Pods:
 
     async def until_picker_is_lost(self):
         """Waits until Envoy's health check has noticed that the picker has gone."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 text = (await self.http.get(f"{self._admin_url}/clusters")).text
                 if re.search(r"^picker::.*::health_flags::.*failed_active_hc", text, re.MULTILINE):

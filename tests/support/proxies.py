@@ -19,7 +19,7 @@ __all__ = ["PROXIES", "require_proxy", "running_picking_envoy", "running_proxy"]
 
 _CONFIGS = REPOSITORY / "deploy" / "proxies"
 _INTEGRATIONS = REPOSITORY / ".venv-integrations" / "bin"
-_START_TIMEOUT_S = 30
+_START_TIMEOUT_S = 90
 _SUBSET = "x-gateway-destination-endpoint-subset"
 # The ports and hosts of the configurations.
 _PORT = re.compile(r"\b(?:50050|50051|8000)\b")

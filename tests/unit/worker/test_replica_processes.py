@@ -125,7 +125,7 @@ async def test_a_worker_elsewhere_is_listed_at_the_address_of_its_latest_start(m
     policy = RestartPolicy(first_delay_s=0.0)
     replica = RemoteReplica(spec, spawn, CertificateFiles(), lambda _: None, policy)
     moves = asyncio.Queue()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await replica.start(lambda: moves.put_nowait(replica.address))
         assert await moves.get() == replica.address == places[0].address
         places[0].kill()  # its node is lost
