@@ -20,7 +20,10 @@ if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Several processes run tests at once.
-MAX_KEPT_BYTES = 2 << 30
+MAX_KEPT_BYTES = 1 << 30
+MAX_GROWTH_BYTES = 512 << 20
+LEFT_BYTES = pytest.StashKey()
+"""Memory after the latest collection of garbage."""
 GC_THRESHOLDS = gc.get_threshold()
 
 # A shell that starts pytest in the background lets it ignore these, which every process that a test
@@ -64,19 +67,28 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Frees what a file's tests have left, and keeps the garbage collector from what lives on.
+    """Frees what tests have left: after each file, and after a test that has left much.
 
-    Otherwise models that are garbage stay for long, as they are few objects, and each collection
-    visits the objects of all packages. Servers and benchmarks in this process change both.
+    Closed engines are in cycles of references, and so few objects that their weights would stay for
+    long. What lives on after a file is kept from the garbage collector, which would visit the
+    objects of all packages each time. Servers and benchmarks in this process change its settings.
     """
-    if nextitem is not None and nextitem.path == item.path:
+    is_last = nextitem is None or nextitem.path != item.path
+    max_bytes = item.config.stash.get(LEFT_BYTES, 0) + MAX_GROWTH_BYTES
+    if not is_last and resident_bytes() < max_bytes:
         return
-    gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
-    gc.freeze()
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    if num_pages * os.sysconf("SC_PAGE_SIZE") > MAX_KEPT_BYTES:
+    if is_last:
+        gc.set_threshold(*GC_THRESHOLDS)
+        gc.freeze()
+    if resident_bytes() > MAX_KEPT_BYTES:
         ctypes.CDLL(None).malloc_trim(0)
+    item.config.stash[LEFT_BYTES] = resident_bytes()
+
+
+def resident_bytes():
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.hookimpl(wrapper=True)
