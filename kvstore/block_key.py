@@ -112,7 +112,8 @@ def describe_namespace(
     slices += f"{num_layer_slices} layer slices, " if num_layer_slices != 1 else ""
     return (
         f"model {model_fingerprint[:12]}, {kv_dtype}, {block_size} tokens per block, "
-        f"{slices}layout {layout_version}" + (f", {states}" if states else "")
+        f"{slices}layout {layout_version}, keys {KEY_FORMAT_VERSION}"
+        + (f", {states}" if states else "")
     )
 
 

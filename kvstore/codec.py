@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.memory_runs import digest_runs
 from kvstore.store import KvObject
 
-__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "seal", "verify"]
+__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "other_format", "seal", "verify"]
 
 HEADER_BYTES = 64
 DIGEST_SCHEME = "xxh3-128"
@@ -77,6 +77,19 @@ def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
     expected = make_headers([payload for _, payload in objects], keys)
     are_whole = (header == content for (header, _), content in zip(objects, expected, strict=True))
     return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(objects))
+
+
+def other_format(header: memoryview) -> str:
+    """Returns why an object that `verify` refuses cannot be read here: another version of Baton has
+    sealed it. Names both versions of the format; empty if it is of this one, or damaged.
+
+    Args:
+        header: of the object.
+    """
+    magic, version, *_ = _PREAMBLE.unpack_from(header)
+    if magic != _MAGIC or version == _FORMAT_VERSION:
+        return ""
+    return f"object format version: this replica has {_FORMAT_VERSION}, the object {version}"
 
 
 def _preamble(num_payload_bytes: int) -> bytes:
