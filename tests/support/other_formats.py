@@ -7,8 +7,6 @@ import os
 import runpy
 import sys
 
-from kvstore.handoff import KvHandoff
-
 __all__ = ["OTHER_VERSION", "VARIABLE", "main"]
 
 VARIABLE = "OTHER_FORMAT"
@@ -23,8 +21,6 @@ def main() -> None:
     assert holders, name
     for module in holders:
         setattr(module, name, OTHER_VERSION)
-    if name == "_HANDOFF_FORMAT_VERSION":
-        KvHandoff.__init__.__defaults__ = (*KvHandoff.__init__.__defaults__[:-1], OTHER_VERSION)
     runpy.run_module("worker.prefill", run_name="__main__", alter_sys=True)
 
 
