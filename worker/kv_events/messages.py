@@ -6,12 +6,12 @@
     removed    ["BlockRemoved", hashes, medium, group]
     cleared    ["AllBlocksCleared"]
 
-Last fields that are null are left out. A hash is the block's key, 32 bytes. The salt of a sequence
-is an extra key of its first block. A model with one layer group has no numbers of groups, as in
-vLLM. After vLLM's `vllm/distributed/kv_events.py`.
+A hash is the block's key, 32 bytes. The salt of a sequence is an extra key of its first block. The
+last three fields are null for a model with one layer group, as subscribers take blocks of some
+kinds of groups only. After vLLM's `vllm/distributed/kv_events.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,24 +105,20 @@ class VllmEvents:
             return ["AllBlocksCleared"]
         group = self._groups[event.layer_group]
         if isinstance(event, TokensRemoved):
-            return ["BlockRemoved", event.keys, _MEDIUM, *group[:1]]
+            return ["BlockRemoved", event.keys, _MEDIUM, group[0]]
         fields = [event.keys, event.parent, event.token_ids, self._block_size]
         extra_keys: list[Any] | None = None
         if event.cache_salt and event.parent is None:
             extra_keys = [[event.cache_salt], *[None] * (len(event.keys) - 1)]
-        last = (extra_keys, *group) if extra_keys or group else ()
-        return ["BlockStored", *fields, None, _MEDIUM, None, *last]
+        return ["BlockStored", *fields, None, _MEDIUM, None, extra_keys, *group]
 
 
-def _describe_groups(spec: KvCacheSpec) -> Iterator[Sequence[Any]]:
-    """Yields the last fields of the events of each layer group."""
+def _describe_groups(spec: KvCacheSpec) -> Iterator[tuple[int | None, str | None, int | None]]:
+    """Yields the number, kind and window of each layer group."""
     if spec.num_layer_groups == 1:
-        yield ()
+        yield None, None, None
         return
     for number, window in enumerate(spec.windows):
-        if window is None:
-            yield number, "full_attention"
-        else:
-            yield number, "sliding_window", window
+        yield number, "full_attention" if window is None else "sliding_window", window
     if spec.state_group is not None:
-        yield spec.state_group, "mamba"
+        yield spec.state_group, "mamba", None

@@ -1,0 +1,162 @@
+"""KV events over ZMQ: a subscriber knows exactly what real engines cache, whatever it missed."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from baton.common.errors import ConfigurationError
+from tests.support.checkpoints import prompt_of
+from tests.support.kv_event_reader import KvEventReader
+from tests.support.ports import reserved_ports
+from tests.support.running_router import request, token_ids_of
+from tests.support.tiers_here import running_tiers
+from worker.kv_events import publisher
+from worker.kv_events.config import KvEventsConfig
+from worker.kv_events.sockets import KvEventSockets
+
+BLOCK = 16
+PROMPT = prompt_of(100, seed=1)
+
+
+def config_of(ports, **fields):
+    live, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    return KvEventsConfig(
+        kv_events_zmq=live.replace("127.0.0.1", "*"), kv_events_replay=replay, **fields
+    )
+
+
+def reader_of(ports):
+    return KvEventReader(*(f"tcp://127.0.0.1:{port}" for port in ports))
+
+
+async def generate(router, tokens, num_tokens=40):
+    return token_ids_of(
+        await router.generate(request(tokens, max_tokens=num_tokens, ignore_eos=True))
+    )
+
+
+async def cached_keys(engine):
+    """The keys in an engine's index, in no order."""
+    future: asyncio.Future = asyncio.get_running_loop().create_future()
+    engine._thread.ask(future.set_result, lambda scheduler: scheduler.kv.pool.cached_keys())
+    return set(await future)
+
+
+async def follow(reader, engine, more: Callable[[], object] = lambda: True):
+    """Reads until the events say what the engine's index says."""
+    async with asyncio.timeout(30):
+        while True:
+            await asyncio.to_thread(reader.catch_up)
+            if set(reader.cached.blocks) == await cached_keys(engine) and more():
+                return
+
+
+def tokens_of(reader, tokens):
+    """How many blocks of a sequence the events name, with its tokens and in its order."""
+    parent, num_blocks = None, 0
+    while True:
+        named = tuple(tokens[num_blocks * BLOCK : (num_blocks + 1) * BLOCK])
+        follower = [
+            key
+            for key, b in reader.cached.blocks.items()
+            if (b.parent, b.token_ids) == (parent, named)
+        ]
+        if not follower:
+            return num_blocks
+        ((parent,), num_blocks) = follower, num_blocks + 1
+
+
+async def test_subscribers_know_what_both_tiers_cache(tmp_path):
+    """Blocks that decode loads ahead of a request, answers, evictions and resets included."""
+    ports = {"prefill": reserved_ports(2), "decode": reserved_ports(2)}
+    events = {role: config_of(ports[role]) for role in ports}
+    async with running_tiers(tmp_path, *ports, kv_events=events) as router:
+        with reader_of(ports["prefill"]) as prefill, reader_of(ports["decode"]) as decode:
+            engines = [worker.engine for worker in router.workers]
+            whole = [*PROMPT, *await generate(router, PROMPT)]
+            await follow(prefill, engines[0])
+            await follow(decode, engines[1])
+            assert tokens_of(prefill, whole) == len(PROMPT) // BLOCK
+            assert tokens_of(decode, whole) == (len(whole) - 1) // BLOCK
+            for seed in range(2, 14):  # more than the pools of 64 blocks hold
+                await generate(router, prompt_of(100, seed=seed))
+            await follow(prefill, engines[0])
+            await follow(decode, engines[1])
+            assert tokens_of(decode, whole) == 0
+            await engines[1].reset_prefix_cache()
+            await follow(decode, engines[1], lambda: not decode.cached.blocks)
+
+
+async def test_what_a_subscriber_missed_is_repeated(tmp_path, monkeypatch):
+    """Also after the publisher has dropped its old messages, and began again with all blocks."""
+    monkeypatch.setattr(publisher, "_MIN_KEPT_KEYS", 0)
+    ports = reserved_ports(2)
+    events = {"decode": config_of(ports)}
+    async with running_tiers(tmp_path, "decode", prefill=(), kv_events=events) as router:
+        engine = router.workers[0].engine
+        with reader_of(ports) as reader:
+            await generate(router, PROMPT)
+            await asyncio.to_thread(
+                reader.read_until, lambda: len(reader.cached.blocks) == 139 // BLOCK
+            )
+            reader.socket.disconnect(f"tcp://127.0.0.1:{ports[0]}")
+            for seed in range(2, 24):
+                await generate(router, prompt_of(100, seed=seed), num_tokens=1)
+            reader.socket.connect(f"tcp://127.0.0.1:{ports[0]}")
+            expected = await cached_keys(engine)
+            await asyncio.to_thread(
+                reader.read_until, lambda: set(reader.cached.blocks) == expected
+            )
+            kept = await asyncio.to_thread(reader.replay, 0)
+            assert kept[0][1] > 0, "old messages were kept"
+            assert {topic for topic, *_ in kept} == {b"kv@here@tiny"}
+        with reader_of(ports) as late:
+            await asyncio.to_thread(late.catch_up)
+            assert set(late.cached.blocks) == expected
+
+
+async def test_subscribers_that_read_nothing_or_ask_nonsense_hold_nothing_up(tmp_path):
+    ports = reserved_ports(2)
+    events = {"decode": config_of(ports)}
+    with zmq.Context() as context:
+        mute = [context.socket(zmq.DEALER) for _ in range(12)]
+        idle = context.socket(zmq.SUB)
+        for socket in (*mute, idle):
+            socket.linger = 0
+        async with running_tiers(tmp_path, "decode", prefill=(), kv_events=events) as router:
+            idle.rcvhwm = 1
+            idle.subscribe("")
+            idle.connect(f"tcp://127.0.0.1:{ports[0]}")
+            for socket in mute:
+                socket.rcvhwm = 1
+                socket.connect(f"tcp://127.0.0.1:{ports[1]}")
+                for frames in ([b""], [b"", b"short"], [b"", b"x" * 5000], [b"", bytes(8)] * 3):
+                    socket.send_multipart(frames)
+                socket.send_multipart([b"", bytes(8)])
+            answers = [await generate(router, PROMPT) for _ in range(3)]
+            assert answers[0] == answers[2]
+            with reader_of(ports) as reader:
+                await follow(reader, router.workers[0].engine)
+                assert tokens_of(reader, [*PROMPT, *answers[0]]) == 139 // BLOCK
+        for socket in (*mute, idle):
+            socket.close()
+
+
+async def test_addresses_that_cannot_be_opened_are_refused_by_flag():
+    (port,) = reserved_ports(1)
+    with zmq.Context() as context, context.socket(zmq.REP) as other:
+        other.bind(f"tcp://127.0.0.1:{port}")
+        address = f"tcp://127.0.0.1:{port}"
+        for fields, named in (
+            ({"kv_events_zmq": f"tcp://*:{port}"}, rf"--kv-events-zmq tcp://\*:{port} .*in use"),
+            (
+                {"kv_events_zmq": "tcp://127.0.0.1:1", "kv_events_replay": address},
+                rf"--kv-events-replay {address} .*in use",
+            ),
+            ({"kv_events_zmq": "tcp://no host:1"}, "--kv-events-zmq is 'tcp://no host:1'"),
+            ({"kv_events_zmq": "ipc:///nowhere/at/all"}, "--kv-events-zmq ipc:///nowhere"),
+        ):
+            with pytest.raises(ConfigurationError, match=named):
+                KvEventSockets(KvEventsConfig(**fields))
