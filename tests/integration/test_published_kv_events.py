@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Callable
 
+import grpc
 import pytest
 import zmq
 
 from baton.common.errors import ConfigurationError
-from tests.support.checkpoints import prompt_of
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.cluster import WORKER_CALL, ServerProcess
 from tests.support.kv_event_reader import KvEventReader
 from tests.support.ports import reserved_ports
 from tests.support.running_router import request, token_ids_of
+from tests.support.tier_calls import decode_at, prefill_at
 from tests.support.tiers_here import running_tiers
 from worker.kv_events import publisher
 from worker.kv_events.config import KvEventsConfig
@@ -142,6 +146,66 @@ async def test_subscribers_that_read_nothing_or_ask_nonsense_hold_nothing_up(tmp
                 assert tokens_of(reader, [*PROMPT, *answers[0]]) == 139 // BLOCK
         for socket in (*mute, idle):
             socket.close()
+
+
+async def reported_keys(server):
+    """What a worker reports to Baton's routers that it caches."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        events = stub.WatchKvEvents(
+            worker_pb2.WatchKvEventsRequest(), timeout=30, metadata=WORKER_CALL
+        )
+        load = await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=30, metadata=WORKER_CALL)
+        keys: set[bytes] = set()
+        async for response in events:  # the first ones are the whole content
+            keys.update(key for event in response.events for key in event.stored.keys)
+            if len(keys) >= load.load.num_cached_blocks:
+                break
+        return keys
+
+
+@pytest.mark.slow
+async def test_processes_publish_what_they_report_to_routers(tmp_path):
+    """Blocks of handoffs and answers; a worker that is killed begins again at the first number."""
+    ports = reserved_ports(2)
+    flags = [
+        *(
+            str(tiny_checkpoint("llama")),
+            "--dtype=float32",
+            "--max-model-len=256",
+            "--num-threads=1",
+        ),
+        *("--num-gpu-blocks-override=64", f"--kv-connector=file://{tmp_path}/kv"),
+        *("--served-model-name=tiny", "--enforce-eager"),
+    ]
+    server = ServerProcess(
+        "worker.decode",
+        tmp_path,
+        "decode",
+        [*flags, f"--kv-events-zmq=tcp://*:{ports[0]}", f"--kv-events-replay=tcp://*:{ports[1]}"],
+    )
+    prefill = ServerProcess("worker.prefill", tmp_path, "prefill", flags)
+    try:
+        await server.wait_serving()
+        await prefill.wait_serving()
+        with reader_of(ports) as reader:
+            for number in range(3):
+                prompt = prompt_of(100, seed=number)
+                whole = await decode_at(server, await prefill_at(prefill, f"r{number}", prompt, 40))
+                await asyncio.to_thread(
+                    reader.read_until,
+                    lambda whole=[*prompt, *whole]: tokens_of(reader, whole) == 139 // BLOCK,
+                )
+            assert set(reader.cached.blocks) == await reported_keys(server)
+            old = reader.next_number
+            server.kill()
+            await server.restart()
+            answer = await asyncio.to_thread(reader.replay, 0)
+            assert [number for _, number, _ in answer] == [0] != old
+            assert {topic.rpartition(b"@")[2] for topic, *_ in answer} == {b"tiny"}
+    finally:
+        for process in (server, prefill):
+            process.kill()
 
 
 async def test_addresses_that_cannot_be_opened_are_refused_by_flag():
