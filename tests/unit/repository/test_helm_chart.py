@@ -270,6 +270,18 @@ def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
             assert "/run/baton-tls" in paths, file
 
 
+def test_pods_of_workers_have_the_role_that_llm_d_knows(manifests):
+    roles = {
+        workload["metadata"]["name"]: [
+            pod["metadata"]["labels"].get("llm-d.ai/role") for pod in pod_templates(workload)
+        ]
+        for workload in workloads(manifests)
+    }
+    for name, of_pods in roles.items():
+        tier = name.rpartition("-")[2]
+        assert set(of_pods) == ({tier} if tier in ("prefill", "decode") else {None})
+
+
 def test_selectors_find_the_pods_of_their_name(manifests):
     index = "leaderworkerset.sigs.k8s.io/worker-index"  # which LeaderWorkerSet adds
     labels = {

@@ -208,6 +208,9 @@ dns:///{{ include "baton.fullname" .root }}-{{ .tier }}.{{ .root.Release.Namespa
 {{- define "baton.podMetadata" -}}
 labels:
   {{- include "baton.labels" . | nindent 2 }}
+  {{- if ne .component "router" }}
+  llm-d.ai/role: {{ .component }}
+  {{- end }}
   {{- with .values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
