@@ -152,10 +152,13 @@ class TokenLog:
             self.start_over()
 
     def _stored(self, layer_group: int, keys: Sequence[bytes]) -> TokensStored:
-        named = [self._blocks[layer_group][key] for key in keys]
-        token_ids = tuple(token_id for block in named for token_id in block.token_ids)
-        first = named[0]
-        return TokensStored(layer_group, tuple(keys), first.parent, token_ids, first.cache_salt)
+        blocks, token_ids = self._blocks[layer_group], array("I")
+        for key in keys:
+            token_ids.extend(blocks[key].token_ids)
+        first = blocks[keys[0]]
+        return TokensStored(
+            layer_group, tuple(keys), first.parent, tuple(token_ids), first.cache_salt
+        )
 
     def _whole(self) -> Iterator[TokensStored]:
         """Yields all blocks, each after the one before it in its sequence."""
