@@ -29,7 +29,7 @@ class KvEventsConfig:
         None,
         "publish what enters and leaves the prefix cache in vLLM's form, as ZMQ messages: "
         "tcp://*:5557 and ipc:///path listen, tcp://host:5557 connects to a subscriber that "
-        "listens. Whoever reads them knows all prompts (default: nothing; needs the extra zmq)",
+        "listens. Whoever reads them knows all prompts. Needs the extra zmq (default: none)",
         metavar="ADDRESS",
     )
     kv_events_replay: str | None = flag(
