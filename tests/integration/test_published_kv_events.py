@@ -9,6 +9,7 @@ import zmq
 
 from baton.common.errors import ConfigurationError
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from engine.kv_cache.spec import spec_of
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import WORKER_CALL, ServerProcess
 from tests.support.kv_event_reader import KvEventReader
@@ -41,10 +42,10 @@ async def generate(router, tokens, num_tokens=40):
     )
 
 
-async def cached_keys(engine):
+async def cached_keys(engine, layer_group=0):
     """The keys in an engine's index, in no order."""
     future: asyncio.Future = asyncio.get_running_loop().create_future()
-    engine._thread.ask(future.set_result, lambda scheduler: scheduler.kv.pool.cached_keys())
+    engine._thread.ask(future.set_result, lambda s: s.kv.pool.cached_keys(layer_group))
     return set(await future)
 
 
@@ -119,6 +120,25 @@ async def test_what_a_subscriber_missed_is_repeated(tmp_path, monkeypatch):
         with reader_of(ports) as late:
             await asyncio.to_thread(late.catch_up)
             assert set(late.cached.blocks) == expected
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "lfm2"])
+async def test_windows_and_states_are_groups_of_their_own(tmp_path, variant):
+    ports = reserved_ports(2)
+    events = {"decode": config_of(ports)}
+    async with running_tiers(
+        tmp_path, "decode", prefill=(), variant=variant, kv_events=events
+    ) as router:
+        engine = router.workers[0].engine
+        with reader_of(ports) as reader:
+            for seed in range(6):
+                await generate(router, prompt_of(100, seed=seed))
+            await follow(reader, engine)
+            num_groups = spec_of(engine.config, engine.info).num_layer_groups
+            assert num_groups > 1
+            for group in range(num_groups):
+                blocks = reader.cached.groups.get(group, {})
+                assert set(blocks) == await cached_keys(engine, group) != set()
 
 
 async def test_subscribers_that_read_nothing_or_ask_nonsense_hold_nothing_up(tmp_path):

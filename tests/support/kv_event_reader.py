@@ -62,33 +62,39 @@ class StoredBlock:
 
 
 class StoredBlocks:
-    """The blocks of layer group 0 that events say are cached.
+    """The blocks that events say are cached.
 
     Attributes:
-        blocks: by hash.
+        groups: by layer group and hash.
     """
 
     def __init__(self):
-        self.blocks = {}
+        self.groups = {}
+
+    @property
+    def blocks(self):
+        """Those of layer group 0 by hash."""
+        return self.groups.get(0, {})
 
     def apply(self, batch):
         for event in batch.events:
             match event:
                 case AllBlocksCleared():
-                    self.blocks.clear()
-                case BlockRemoved() if not event.group_idx:
+                    self.groups.clear()
+                case BlockRemoved():
                     for block_hash in event.block_hashes:
-                        del self.blocks[block_hash]
-                case BlockStored() if not event.group_idx:
+                        del self.groups[event.group_idx or 0][block_hash]
+                case BlockStored():
                     self._store(event)
 
     def _store(self, event):
         parent, size = event.parent_block_hash, event.block_size
+        blocks = self.groups.setdefault(event.group_idx or 0, {})
         assert len(event.token_ids) == len(event.block_hashes) * size
         for index, block_hash in enumerate(event.block_hashes):
             tokens = event.token_ids[index * size : (index + 1) * size]
-            assert block_hash not in self.blocks
-            self.blocks[block_hash] = StoredBlock(parent, tuple(tokens))
+            assert block_hash not in blocks
+            blocks[block_hash] = StoredBlock(parent, tuple(tokens))
             parent = block_hash
 
 
