@@ -223,6 +223,7 @@ async def test_processes_publish_what_they_report_to_routers(tmp_path):
             answer = await asyncio.to_thread(reader.replay, 0)
             assert [number for _, number, _ in answer] == [0] != old
             assert {topic.rpartition(b"@")[2] for topic, *_ in answer} == {b"tiny"}
+            assert server.stop() == 0
     finally:
         for process in (server, prefill):
             process.kill()
