@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.kv_cache.spec import spec_of
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.cluster import WORKER_CALL, ServerProcess
-from tests.support.kv_event_reader import KvEventReader
+from tests.support.kv_event_reader import END, KvEventReader
 from tests.support.ports import reserved_ports
 from tests.support.running_router import request, token_ids_of
 from tests.support.tier_calls import decode_at, prefill_at
@@ -166,6 +167,56 @@ async def test_subscribers_that_read_nothing_or_ask_nonsense_hold_nothing_up(tmp
                 assert tokens_of(reader, [*PROMPT, *answers[0]]) == 139 // BLOCK
         for socket in (*mute, idle):
             socket.close()
+
+
+class FakeSockets:
+    """Sockets whose clients have room or never have any, by their names."""
+
+    answers_requests = True
+
+    def __init__(self):
+        self.published, self.answers = [], []
+        self.requests: asyncio.Queue = asyncio.Queue()
+
+    async def publish(self, frames):
+        self.published.append(frames)
+
+    async def next_request(self):
+        return await self.requests.get()
+
+    async def answer(self, frames):
+        if frames[0] == b"left":
+            raise ConnectionError("the client has left")
+        if frames[0] == b"mute":
+            return False
+        self.answers.append(frames)
+        return True
+
+    def close(self):
+        pass
+
+
+async def test_clients_that_take_no_answer_are_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(publisher, "_ANSWER_TIMEOUT_S", 0.1)
+    async with running_tiers(tmp_path, "decode", prefill=()) as router:
+        sockets = FakeSockets()
+        published = publisher.KvEventPublisher(sockets, router.workers[0].engine, "topic")
+        async with asyncio.timeout(30):
+            for name in [b"mute", b"left"] * publisher._MAX_ANSWERS:
+                sockets.requests.put_nowait([name, b"", bytes(8)])
+            await generate(router, PROMPT)
+            names = (b"client %d" % number for number in count())
+            while not (ends := [frames for frames in sockets.answers if frames[3] == END]):
+                sockets.requests.put_nowait([next(names), b"", bytes(8)])
+                await asyncio.sleep(0.02)
+            assert len(published._answers) <= publisher._MAX_ANSWERS
+        client = ends[0][0]
+        *answers, end = [frames for frames in sockets.answers if frames[0] == client]
+        assert end == (client, b"", b"", END, b"")
+        numbers = [int.from_bytes(number, "big") for _, _, _, number, _ in answers]
+        assert numbers == list(range(len(numbers))) != []
+        assert {frames[0] for frames in sockets.published} == {b"topic"}
+        await published.close()
 
 
 async def reported_keys(server):

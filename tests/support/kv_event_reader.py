@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 __all__ = [
+    "END",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 END = bytes([255]) * 8
+"""Frame of the number that ends an answer."""
 
 
 class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
