@@ -280,6 +280,19 @@ async def test_processes_publish_what_they_report_to_routers(tmp_path):
             process.kill()
 
 
+async def test_a_subscriber_that_listens_is_connected_to():
+    (port,) = reserved_ports(1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.bind(f"tcp://*:{port}")
+        subscriber.subscribe("kv@")
+        sockets = KvEventSockets(KvEventsConfig(kv_events_zmq=f"tcp://127.0.0.1:{port}"))
+        async with asyncio.timeout(30):
+            while not await asyncio.to_thread(subscriber.poll, 20):
+                await sockets.publish((b"kv@pod@m", bytes(8), b"payload"))
+        assert subscriber.recv_multipart() == [b"kv@pod@m", bytes(8), b"payload"]
+        sockets.close()
+
+
 async def test_addresses_that_cannot_be_opened_are_refused_by_flag():
     (port,) = reserved_ports(1)
     with zmq.Context() as context, context.socket(zmq.REP) as other:
