@@ -3,6 +3,7 @@ commands Baton understands; values that are wrong are refused by name.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from tests.support.helm_chart import (
     pod_templates,
     render_all,
     schema_errors,
+    workloads,
 )
 from tests.support.pages import blocks
 
@@ -61,8 +63,11 @@ CASES = {
             "hub": {"tokenSecret": {"name": "hub"}, "cacheClaimName": "hub"},
         },
         "discovery": "registration",
-        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
-        "router": {"readyWithoutWorkers": True},
+        "autoscaling": {
+            "prometheusUrl": "http://prometheus:9090",
+            "seriesSelector": {"model": "org/'model'"},
+        },
+        "router": {"readyWithoutWorkers": True, "batches": {"enabled": True, "sizeLimit": "9Gi"}},
         "prefill": {"autoscaling": KEDA},
         "decode": {
             "autoscaling": KEDA,
@@ -82,6 +87,7 @@ CASES = {
         "auth": {"existingSecret": "mine"},
         "kvConnector": "rediss://cache:6379/0",
         "redis": {"enabled": False},
+        "autoscaling": {"seriesSelector": {"model": "qwen3", "cluster": "a"}},
         "prefill": {"autoscaling": {"type": "hpa"}, "pdb": {"enabled": False}},
         "networkPolicy": {"enabled": False},
         "serviceAccount": {"routerName": "given"},
@@ -90,9 +96,19 @@ CASES = {
         "endpointPicker": {"enabled": True, "failureMode": "FailClose"},
         "networkPolicy": {"clients": [{"podSelector": {}}]},
         "podMonitor": {"enabled": True},
-        "router": {"drainTimeoutSeconds": 200, "args": ["--tool-call-parser=hermes"]},
+        "router": {
+            "drainTimeoutSeconds": 200,
+            "args": ["--tool-call-parser=hermes"],
+            "batches": {"enabled": True, "claimName": "batches"},
+        },
         "decode": {"groupSize": 2},
         "prefill": {"drainTimeoutSeconds": 30},
+    },
+    "set": {
+        "disaggregatedSet": {"enabled": True},
+        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
+        "prefill": {"autoscaling": {**KEDA, "minReplicas": 1}, "groupSize": 2},
+        "podMonitor": {"enabled": True},
     },
 }
 REFUSED = {
@@ -121,6 +137,20 @@ REFUSED = {
     },
     "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
         "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
+    },
+    "'mod-el' does not match pattern": {"autoscaling": {"seriesSelector": {"mod-el": "a"}}},
+    "autoscaling.seriesSelector.model is": {
+        "autoscaling": {"seriesSelector": {"model": "org/model"}},
+        "decode": {"autoscaling": {"type": "hpa"}},
+    },
+    "router.batches.claimName is empty": {"router": {"replicas": 2, "batches": {"enabled": True}}},
+    "prefill.replicas is 1 and decode.replicas is 0": {
+        "disaggregatedSet": {"enabled": True},
+        "decode": {"replicas": 0},
+    },
+    "set fullnameOverride to one of at most 30": {
+        "disaggregatedSet": {"enabled": True},
+        "fullnameOverride": "n" * 31,
     },
     "minReplicas is 5, above maxReplicas 4": {
         "decode": {"autoscaling": {"type": "hpa", "minReplicas": 5}}
@@ -154,10 +184,6 @@ def of_kind(manifests, *kinds):
 
 def by_name(manifests, kind):
     return {manifest["metadata"]["name"]: manifest for manifest in of_kind(manifests, kind)}
-
-
-def workloads(manifests):
-    return of_kind(manifests, "Deployment", "LeaderWorkerSet")
 
 
 def pods_of(manifests):
@@ -275,7 +301,7 @@ def test_selectors_find_the_pods_of_their_name(manifests):
     labels = {
         workload["metadata"]["name"]: {
             **pod_templates(workload)[0]["metadata"]["labels"],
-            **({index: "0"} if workload["kind"] == "LeaderWorkerSet" else {}),
+            **({index: "0"} if workload["kind"] != "Deployment" else {}),
         }
         for workload in workloads(manifests)
     }
@@ -360,6 +386,54 @@ def test_autoscalers_have_their_target_and_follow_metrics_that_exist(manifests):
         assert ("replicas" in workload["spec"]) == (named not in targets)
         targets.discard(named)
     assert not targets
+
+
+def test_a_horizontal_autoscaler_selects_the_series_of_its_release(answers):
+    manifests = answers[list(CASES).index("hpa")]
+    (scaler,) = of_kind(manifests, "HorizontalPodAutoscaler")
+    metrics = [metric["external"]["metric"] for metric in scaler["spec"]["metrics"]]
+    labels = {"model": "qwen3", "cluster": "a"}
+    assert {metric["name"]: metric["selector"]["matchLabels"] for metric in metrics} == {
+        "baton_backlog_seconds": {**labels, "tier": "prefill"},
+        "baton_waiting_requests": labels,
+    }
+
+
+def test_queries_select_the_series_of_their_release(answers):
+    for case, matcher in (("keda", "model=\"org/'model'\""), ("set", f'namespace="{NAMESPACE}"')):
+        scaled = of_kind(answers[list(CASES).index(case)], "ScaledObject")
+        triggers = [trigger for each in scaled for trigger in each["spec"]["triggers"]]
+        selectors = [re.findall(r"{(.*)}", each["metadata"]["query"])[0] for each in triggers]
+        assert {selector.split(",tier=")[0] for selector in selectors} == {matcher}
+
+
+def test_roles_of_a_set_are_the_sets_of_both_tiers(answers):
+    """Apart from the labels of the DisaggregatedSet's controller, which are on top."""
+    values = {"prefill": {"groupSize": 4}, "decode": {"groupSize": 2, "replicas": 3}}
+    apart, together = render_all([values, {**values, "disaggregatedSet": {"enabled": True}}])
+    (manifest,) = of_kind(together, "DisaggregatedSet")
+    roles = {role["name"]: role["spec"] for role in manifest["spec"]["roles"]}
+    sets = of_kind(apart, "LeaderWorkerSet")
+    component = "app.kubernetes.io/component"
+    assert {each["metadata"]["labels"][component]: each["spec"] for each in sets} == roles
+    assert not of_kind(together, "LeaderWorkerSet")
+    others = [each for each in apart if each["kind"] not in ("LeaderWorkerSet", "Secret")]
+    assert [each for each in others if each not in together] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "container", "volume"),
+    [
+        ("keda", "router", {"emptyDir": {"sizeLimit": "9Gi"}}),
+        ("pool", "router", {"persistentVolumeClaim": {"claimName": "batches"}}),
+        ("pool", "decode-router", {"persistentVolumeClaim": {"claimName": "batches"}}),
+    ],
+)
+def test_batches_have_a_folder_in_a_volume(answers, case, container, volume):
+    pod, router = baton_pods(answers[list(CASES).index(case)])[container]
+    (mount,) = (mount for mount in router["volumeMounts"] if mount["name"] == "batches")
+    assert Path(mount["mountPath"]) in Path(flags_of(router)["--batch-folder"]).parents
+    assert {"name": "batches", **volume} in pod["volumes"]
 
 
 def test_a_gateway_finds_the_picker_and_the_routers_beside_the_workers(answers):
