@@ -7,11 +7,13 @@ import asyncio
 import json
 import time
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import chart_pods
 from tests.support.chart_pods import POLL_S, Pod, write_secrets
 from tests.support.helm_chart import needs_helm, render_all
 from tests.support.ports import reserved_port
@@ -32,6 +34,13 @@ NUM_CLIENTS = 2
 NUM_TOKENS = 24
 NUM_LATE = 2 * NUM_CLIENTS
 """So many requests come to a router that was told to stop before its clients notice."""
+
+
+@pytest.fixture(autouse=True)
+def forked_pods(fork_server):
+    """Pods are forked from a process that has imported torch."""
+    with mock.patch.object(chart_pods, "subprocess", fork_server.subprocess):
+        yield
 
 
 class Release:

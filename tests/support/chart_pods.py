@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx2
 
@@ -47,7 +46,7 @@ class Pod:
             self._replaced[f"port={port['containerPort']}"] = own
         self.num_sent = 0
         self.stopped_at = None
-        program = [str(Path(sys.executable).with_name("baton"))]
+        program = [sys.executable, "-m", "tests.support.baton_command"]
         variables = {
             entry["name"]: self._local(entry["value"])
             for entry in self._container.get("env", ())
