@@ -1,4 +1,4 @@
-"""`python -m tests.support.baton_command` is the command `baton`, as a module that can be forked."""
+"""`python -m tests.support.baton_command` is the command `baton`, as a module that can fork."""
 
 import sys
 

@@ -2,7 +2,10 @@
 commands Baton understands; values that are wrong are refused by name.
 """
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,7 +81,8 @@ CASES = {
         "podMonitor": {"enabled": True},
     },
     "groups": {
-        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {"type": "hpa"}},
+        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {**KEDA, "minReplicas": 1}},
+        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
         "prefill": {"groupSize": 4, "rollingUpdate": {"maxSurge": "50%"}},
         "discovery": "dns",
     },
@@ -104,13 +108,8 @@ CASES = {
         "decode": {"groupSize": 2},
         "prefill": {"drainTimeoutSeconds": 30},
     },
-    "set": {
-        "disaggregatedSet": {"enabled": True},
-        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
-        "prefill": {"autoscaling": {**KEDA, "minReplicas": 1}, "groupSize": 2},
-        "podMonitor": {"enabled": True},
-    },
 }
+CASES["set"] = {**CASES["groups"], "disaggregatedSet": {"enabled": True}}
 REFUSED = {
     "/router/replicas": {"router": {"replicas": "many"}},
     "/decode/autoscaling/type": {"decode": {"autoscaling": {"type": "kedda"}}},
@@ -399,25 +398,55 @@ def test_a_horizontal_autoscaler_selects_the_series_of_its_release(answers):
     }
 
 
-def test_queries_select_the_series_of_their_release(answers):
-    for case, matcher in (("keda", "model=\"org/'model'\""), ("set", f'namespace="{NAMESPACE}"')):
-        scaled = of_kind(answers[list(CASES).index(case)], "ScaledObject")
-        triggers = [trigger for each in scaled for trigger in each["spec"]["triggers"]]
-        selectors = [re.findall(r"{(.*)}", each["metadata"]["query"])[0] for each in triggers]
-        assert {selector.split(",tier=")[0] for selector in selectors} == {matcher}
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    ("case", "labels"),
+    [("keda", {"model": "org/'model'"}), ("set", {"namespace": NAMESPACE, "model": "demo"})],
+)
+def test_queries_count_each_replica_of_their_release_once(answers, case, labels, tmp_path):
+    """Prometheus evaluates them; two routers of two releases each report one decode replica."""
+    scaled = by_name(answers[list(CASES).index(case)], "ScaledObject")["baton-decode"]
+    decode = {"tier": "decode", "replica": "10.0.0.1:50051"}
+    series = [
+        {
+            "series": name + _selector({**labels, **release, **more, "pod": pod}),
+            "values": str(value),
+        }
+        for release in ({}, {next(iter(labels)): "another"})
+        for pod, value in (("router-1", 2), ("router-2", 3))
+        for name, more in (
+            ("baton_router_replica_backlog_seconds", decode),
+            ("baton_router_replica_backlog_seconds", {**decode, "tier": "prefill"}),
+            ("baton_router_waiting_requests", {}),
+            ("baton_router_replica_requests", decode),
+        )
+    ]
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    evaluated = [
+        {"expr": query, "eval_time": "0s", "exp_samples": [{"labels": "{}", "value": value}]}
+        for query, value in zip(queries, (3, 5, 3), strict=False)  # the third is for zero replicas
+    ]
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": evaluated}]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"tests": tests}))
+    command = ["promtool", "test", "rules", "queries.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(queries) == (3 if scaled["spec"]["minReplicaCount"] == 0 else 2)
+
+
+def _selector(labels):
+    return "{" + ",".join(f"{label}={json.dumps(text)}" for label, text in labels.items()) + "}"
 
 
 def test_roles_of_a_set_are_the_sets_of_both_tiers(answers):
-    """Apart from the labels of the DisaggregatedSet's controller, which are on top."""
-    values = {"prefill": {"groupSize": 4}, "decode": {"groupSize": 2, "replicas": 3}}
-    apart, together = render_all([values, {**values, "disaggregatedSet": {"enabled": True}}])
+    apart, together = (answers[list(CASES).index(case)] for case in ("groups", "set"))
     (manifest,) = of_kind(together, "DisaggregatedSet")
-    roles = {role["name"]: role["spec"] for role in manifest["spec"]["roles"]}
-    sets = of_kind(apart, "LeaderWorkerSet")
-    component = "app.kubernetes.io/component"
-    assert {each["metadata"]["labels"][component]: each["spec"] for each in sets} == roles
+    roles = {f"baton-{role['name']}": role["spec"] for role in manifest["spec"]["roles"]}
+    sets = by_name(apart, "LeaderWorkerSet")
+    assert {name: each["spec"] for name, each in sets.items()} == roles
+    kinds = "LeaderWorkerSet", "ScaledObject", "Secret"  # the Secret is random
     assert not of_kind(together, "LeaderWorkerSet")
-    others = [each for each in apart if each["kind"] not in ("LeaderWorkerSet", "Secret")]
+    others = [each for each in apart if each["kind"] not in kinds]
     assert [each for each in others if each not in together] == []
 
 
