@@ -86,7 +86,8 @@ class Pod:
             return await check_health(address, service=service, timeout_s=30) == "SERVING"
         if "exec" in probe:
             command = map(self._local, probe["exec"]["command"])
-            process = await asyncio.create_subprocess_exec(*command)
+            nowhere = asyncio.subprocess.DEVNULL
+            process = await asyncio.create_subprocess_exec(*command, stdout=nowhere, stderr=nowhere)
             return await process.wait() == 0
         assert probe["httpGet"]["port"] == "http"
         url = f"{self.url}{probe['httpGet']['path']}"
