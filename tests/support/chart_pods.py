@@ -42,8 +42,8 @@ class Pod:
         self.ports = {port["name"]: reserved_port() for port in self._container["ports"]}
         self._replaced = dict(replaced)
         for port in self._container["ports"]:
-            own = f"port={self.ports[port['name']]}"
-            self._replaced[f"port={port['containerPort']}"] = own
+            local_port = self.ports[port["name"]]
+            self._replaced[f"port={port['containerPort']}"] = f"port={local_port}"
         self.num_sent = 0
         self.stopped_at = None
         program = [sys.executable, "-m", "tests.support.baton_command"]

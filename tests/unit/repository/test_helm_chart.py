@@ -443,11 +443,11 @@ def test_roles_of_a_set_are_the_sets_of_both_tiers(answers):
     (manifest,) = of_kind(together, "DisaggregatedSet")
     roles = {f"baton-{role['name']}": role["spec"] for role in manifest["spec"]["roles"]}
     sets = by_name(apart, "LeaderWorkerSet")
-    assert {name: each["spec"] for name, each in sets.items()} == roles
+    assert {name: groups["spec"] for name, groups in sets.items()} == roles
     kinds = "LeaderWorkerSet", "ScaledObject", "Secret"  # the Secret is random
     assert not of_kind(together, "LeaderWorkerSet")
-    others = [each for each in apart if each["kind"] not in kinds]
-    assert [each for each in others if each not in together] == []
+    others = [manifest for manifest in apart if manifest["kind"] not in kinds]
+    assert [manifest for manifest in others if manifest not in together] == []
 
 
 @pytest.mark.parametrize(
