@@ -133,7 +133,7 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     width = max(shutil.get_terminal_size().columns, len(indent) + _MIN_TEXT_WIDTH)
     lines = []
     for finding in findings:
-        lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
+        lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic + ' ':<{_TOPIC_WIDTH}}"
         lines += textwrap.wrap(
             finding.text,
             width,

@@ -285,7 +285,9 @@ def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, first):
 
     monkeypatch.setattr(software.metadata, "version", version)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setenv("COLUMNS", "200")
     findings = list(software.check_extras())
+    assert all(" not installed" in line for line in doctor.format_findings(findings))
     assert [finding.level for finding in findings] == [first, *["note"] * 4]
     assert 'pip install "baton-llm[bench]"' in findings[1].text
 
