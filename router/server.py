@@ -183,6 +183,7 @@ class RouterService(Service):
             shares_port = link is not None
             picker = PickerService(config, self.models, security, shares_port=shares_port)
             self._servers.append(picker.server)
+            self._tasks.append(asyncio.create_task(picker.servers.run()))
 
     async def start_http(self) -> None:
         """Begins to answer HTTP, proxies and readers of metrics, if the config has ports. A process
