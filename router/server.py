@@ -37,6 +37,7 @@ from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
+from router.tenants.tenant import OPEN_TENANT
 from rpc.discovery.announcements import Announcements
 from rpc.interceptors import CountCall
 from rpc.metrics_server import MetricsAccess, serving_metrics
@@ -69,7 +70,6 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 
 _LOGGER = logging.getLogger("baton.router")
-_LOOPBACK = "127.0.0.1"
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
 _MAX_BATCH_PLACES = 256
@@ -118,6 +118,7 @@ class RouterService(Service):
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
         self._metrics = metrics or RouterMetrics()
+        self._metrics.expect(_names(config), [OPEN_TENANT.name] * security.tenants.is_open)
         self.metrics = CollectorRegistry()
         self.metrics.register(MetricsCollector(self._metrics))
         self.log = RequestLog(self._tracer, self._metrics)
@@ -305,8 +306,8 @@ def _http_server(
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
-    # Only processes of this machine reach a unix socket.
-    host = http.host if http.uds is None else _LOOPBACK
+    # A proxy in front of a unix socket has clients anywhere, and may ask for localhost for them.
+    host = http.host if http.uds is None else ""
     check_operator = partial(security.check_operator, host)
     app = build_app(
         service.models,
