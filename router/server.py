@@ -23,6 +23,7 @@ from baton.v1 import (
     registration_pb2,
     registration_pb2_grpc,
 )
+from router.batches.slots import num_places
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.fleet_gauges import fleet_counts, replica_gauges
@@ -72,7 +73,6 @@ SERVICE_NAMES: tuple[str, ...] = (
 _LOGGER = logging.getLogger("baton.router")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
-_MAX_BATCH_PLACES = 256
 _MAX_REPLICA_WAIT_S = 2.0
 
 
@@ -279,9 +279,9 @@ class RouterService(Service):
             await asyncio.to_thread(self._tracer.close)
 
     def batch_places(self) -> int:
-        """How many requests of batches may run at once: half of what the replicas run."""
-        num_seats = sum(model.fleet.num_seats for model in self.models)
-        return max(1, min(num_seats, self._admission.max_requests, _MAX_BATCH_PLACES) // 2)
+        """How many requests of batches may run at once."""
+        num_seats = min(self._admission.read_num_seats(), self._admission.max_requests)
+        return num_places(num_seats, self._admission.interactive.quiet_s)
 
     async def _follow_health(self, model: Model) -> None:
         while True:

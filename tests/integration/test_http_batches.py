@@ -113,6 +113,22 @@ async def test_a_request_may_take_longer_than_those_of_clients(tmp_path):
     assert len(decode.starts) == 2
 
 
+async def test_beside_clients_who_wait_few_requests_run(tmp_path):
+    decode = FakeDecode(SCRIPT, pause_after=1, max_num_seqs=32)
+    async with running_batches(tmp_path, decode) as api:
+        file = await upload(api.openai, input_of(map(str, range(40))))
+        await create(api.openai, file.id)
+        await decode.changes.until(lambda: len(decode.starts) == 16)
+        assert api.router.service.batch_places() == 16
+        body = {"prompt": [72], "max_tokens": 2}
+        waiting = asyncio.create_task(api.http.post(ENDPOINT, json=body))
+        await decode.changes.until(lambda: len(decode.starts) == 17)
+        assert api.router.service.batch_places() == 2
+        decode.resume()
+        assert (await waiting).status_code == 200
+        assert api.router.service.batch_places() == 2  # another request may come soon
+
+
 async def test_a_stopping_router_leaves_its_batch_to_the_next_one(tmp_path):
     decode = FakeDecode(SCRIPT, pause_after=1)
     async with running_batches(tmp_path, decode) as api:
