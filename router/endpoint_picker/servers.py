@@ -9,9 +9,9 @@ import asyncio
 import ipaddress
 import logging
 import ssl
+from collections.abc import Callable, Iterable
 
 from baton.common.addresses import join_host_port, split_host_port
-from router.models import Models
 
 __all__ = ["Servers"]
 
@@ -24,16 +24,18 @@ _READY = b"HTTP/1.1 200"
 
 
 class Servers:
-    """The routers beside the decode workers of all models.
+    """The routers beside decode workers.
 
     Args:
-        models: the served models.
+        read_addresses: returns the addresses of the workers that take requests, each `host:port`.
         port: the port of all servers.
         has_tls: whether they answer HTTPS.
     """
 
-    def __init__(self, models: Models, port: int, *, has_tls: bool) -> None:
-        self._models = models
+    def __init__(
+        self, read_addresses: Callable[[], Iterable[str]], port: int, *, has_tls: bool
+    ) -> None:
+        self._read_addresses = read_addresses
         self._port = port
         self._context = _any_certificate() if has_tls else None
         self._turns = asyncio.Semaphore(_MAX_CHECKS)
@@ -75,12 +77,7 @@ class Servers:
     async def run(self) -> None:
         """Asks the servers until it is cancelled."""
         while True:
-            endpoints = {
-                endpoint
-                for model in self._models
-                for replica in model.fleet.decode.candidates
-                if (endpoint := self.endpoint(replica.address)) is not None
-            }
+            endpoints = set(filter(None, map(self.endpoint, self._read_addresses())))
             self._lost &= endpoints
             await asyncio.gather(*map(self._check, endpoints))
             await asyncio.sleep(_INTERVAL_S)

@@ -1,7 +1,7 @@
 """`PickerService`: the gRPC server on which Envoy asks for the server of each request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -54,8 +54,15 @@ class PickerService:
         self._held = HeldBytes(most_bytes, _MAX_BODIES * most_bytes)
         self._body_timeout_s = config.http.body_timeout_s
         self._answer_timeout_s = config.default_timeout_s + _SLACK_S
-        has_tls = security.certificates is not None
-        self.servers = Servers(models, config.picker.endpoint_port, has_tls=has_tls)
+
+        def read_addresses() -> Iterable[str]:
+            return (r.address for model in models for r in model.fleet.decode.candidates)
+
+        self.servers = Servers(
+            read_addresses,
+            config.picker.endpoint_port,
+            has_tls=security.certificates is not None,
+        )
         self._picker = EndpointPicker(
             models, security.tenants, self.servers, config.default_timeout_s
         )

@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 from contextlib import asynccontextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,11 +23,9 @@ def short_interval(monkeypatch):
 
 
 @asynccontextmanager
-async def running(port, *, has_tls=False):
+async def running(port, *, has_tls=False, addresses=(ADDRESS,)):
     """The checks of the server beside one decode worker."""
-    replicas = [SimpleNamespace(address=ADDRESS)]
-    model = SimpleNamespace(fleet=SimpleNamespace(decode=SimpleNamespace(candidates=replicas)))
-    servers = Servers([model], port, has_tls=has_tls)
+    servers = Servers(lambda: addresses, port, has_tls=has_tls)
     task = asyncio.create_task(servers.run())
     try:
         async with asyncio.timeout(20):
@@ -83,7 +80,8 @@ async def test_a_server_with_tls_answers_whatever_its_certificate_is(tmp_path, a
 
 async def test_a_worker_that_has_left_is_forgotten():
     port = reserved_port()
-    async with running(port) as servers:
+    addresses = [ADDRESS]
+    async with running(port, addresses=addresses) as servers:
         await until(lambda: not servers.answers(ADDRESS))
-        servers._models[0].fleet.decode.candidates.clear()
+        addresses.clear()
         await until(lambda: servers.answers(ADDRESS))
