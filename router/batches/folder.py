@@ -51,7 +51,7 @@ _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 _MARKER = re.compile(r"[0-9]+\.([0-9]+)\.(batch_[0-9a-f]{32})\.([0-9a-f]{32})")
 _TEMPORARY, _CONTENT = ".tmp", ".jsonl"
 _MAX_LEFT_S = 3600
-"""For so long, a write may be under way of which a file is."""
+"""A younger file without a record may belong to a write that is under way."""
 _Record = TypeVar("_Record", FileRecord, BatchRecord)
 
 
