@@ -12,7 +12,7 @@ __all__ = ["BatchSlots", "Slots", "num_places"]
 
 _MAX_RESTING = 4
 _MAX_PLACES = 128
-_SHARE, _SHARE_BESIDE = 1 / 2, 1 / 16
+_SHARE, _SHARE_BESIDE = 1 / 2, 1 / 32
 """Parts of what the replicas run: while no client waits for an answer, and beside those who do.
 Each sequence makes the steps of all others longer, and none is interrupted for another.
 """
