@@ -38,7 +38,7 @@ from router.routing.cache_index import CacheIndex, CacheMatch, LastMatch
 __all__ = ["RoutedRequest", "SpecMaker", "prepare_request", "tokenize_prompt"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RoutedRequest:
     """A request, and the facts about its prompt that replicas are chosen by.
 

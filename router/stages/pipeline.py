@@ -252,7 +252,8 @@ class Pipeline:
         maker = SpecMaker(self._tokenizer, limits, model.eos_token_ids, self._marks)
         routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
-        return self._with_share(routed)
+        routed.share = self._share_of(routed)
+        return routed
 
     async def _route(self, request: GenerationRequest, deadline: float) -> RoutedRequest:
         """Prepares the first prompt of a request that another router runs."""
@@ -261,13 +262,12 @@ class Pipeline:
         record.session = session_key(tenant_of_call().name, session_of_call())
         return await self._prepare(request, request.prompts[0], params, deadline, record)
 
-    def _with_share(self, routed: RoutedRequest) -> RoutedRequest:
-        """Returns a request with the tokens that it will probably use."""
+    def _share_of(self, routed: RoutedRequest) -> Share:
+        """What a request takes of its tenant's share: the tokens that it will probably use."""
         params = routed.spec.params
         num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
         tenant = tenant_of_call().share
-        share = Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
-        return replace(routed, share=share)
+        return Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:
         """Checks a request; a thread checks long lists, which would delay other requests."""
