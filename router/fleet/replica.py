@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -204,9 +204,13 @@ class Replica:
     @contextmanager
     def attempt(self, record: RequestRecord) -> Iterator[Attempt]:
         """Adds a call of this replica to a request's record; counts its end for the breaker."""
-        with ExitStack() as ends, record.attempt(self.tier_name, self.address) as attempt:
-            ends.callback(self._count_end, attempt, self._breaker.begin())
-            yield attempt
+        call, attempt = self._breaker.begin(), None
+        try:
+            with record.attempt(self.tier_name, self.address) as attempt:
+                yield attempt
+        finally:
+            if attempt is not None:  # it has its error only now
+                self._count_end(attempt, call)
 
     def _count_end(self, attempt: Attempt, call: int) -> None:
         if attempt.error in _FAULTS and not self.is_leaving:
