@@ -50,6 +50,7 @@ _EXTRAS = (
     _Extra("matplotlib", "bench", "plots of `baton bench`"),
     _Extra("nixl-cu12", "nixl", "the connector nixl://"),
     _Extra("opentelemetry-sdk", "tracing", "traces"),
+    _Extra("pyzmq", "zmq", "KV events for other routers"),
     _Extra("ray", "ray", "ranks and servers on a Ray cluster"),
 )
 

@@ -188,6 +188,11 @@ class Replica:
         return self._load.backlog_s
 
     @property
+    def num_requests(self) -> int:
+        """Requests that run, wait or are on their way there, of all routers."""
+        return self._load.num_requests
+
+    @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that it has found in its prefix cache lately."""
         return self._load.hit_rate

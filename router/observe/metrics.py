@@ -91,6 +91,9 @@ METRICS: dict[str, MetricInfo] = {
     "baton_router_replica_backlog_seconds": MetricInfo(
         "gauge", "Prompt work that a replica has still to do.", _REPLICA, across="max"
     ),
+    "baton_router_replica_requests": MetricInfo(
+        "gauge", "Requests that run, wait or are on their way at a replica.", _REPLICA, across="max"
+    ),
     "baton_router_replica_hit_ratio": MetricInfo(
         "gauge",
         "Share of prompt tokens that a replica has found in its prefix cache lately.",
@@ -194,6 +197,7 @@ class ReplicaGauges:
         tier: prefill or decode.
         replica: its `host:port`.
         backlog_s: seconds of prompt work that it has still to do.
+        num_requests: requests that run, wait or are on their way there, of all routers.
         hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
     """
 
@@ -201,6 +205,7 @@ class ReplicaGauges:
     tier: str
     replica: str
     backlog_s: float
+    num_requests: int
     hit_rate: float
 
 
@@ -268,6 +273,7 @@ class RouterMetrics:
         for gauges in self.read_replicas():
             labels = gauges.model, gauges.tier, gauges.replica
             read["baton_router_replica_backlog_seconds", *labels] = gauges.backlog_s
+            read["baton_router_replica_requests", *labels] = gauges.num_requests
             read["baton_router_replica_hit_ratio", *labels] = gauges.hit_rate
         for cache in self.read_caches():
             read |= cache.series()

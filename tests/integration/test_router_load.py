@@ -1,7 +1,6 @@
 """Thousands of requests in a router: the event loop stays free, and deadlines are kept."""
 
 import asyncio
-import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -43,17 +42,9 @@ def caller() -> Iterator[None]:
 
 @asynccontextmanager
 async def free_loop() -> AsyncIterator[LoopWatch]:
-    """Asserts that no callback blocks the event loop meanwhile.
-
-    The collector of cycles is off: its pauses grow with all objects of the process, those of
-    other tests included, and it starts in any callback.
-    """
-    gc.disable()
-    try:
-        with watched_loops() as watch:
-            yield watch
-    finally:
-        gc.enable()
+    """Asserts that no callback blocks the event loop meanwhile."""
+    with watched_loops() as watch:
+        yield watch
     watch.assert_never_blocked()
 
 

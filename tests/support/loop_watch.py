@@ -1,6 +1,7 @@
 """How long the callbacks of event loops in this process take."""
 
 import asyncio.events
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ def watched_loops(max_callback_s: float = MAX_CALLBACK_S) -> Iterator[LoopWatch]
     """Measures each callback, in seconds of processor time of the loop's thread.
 
     Other processes and threads of a busy machine do not add to the time. A callback that waits
-    without computing is not noticed.
+    without computing is not noticed. The collector of cycles is off: its pauses grow with all
+    objects of the process, those of other tests included, and it starts in any callback.
     """
     watch = LoopWatch(max_callback_s)
     handle_class: Any = asyncio.events.Handle
@@ -45,7 +47,9 @@ def watched_loops(max_callback_s: float = MAX_CALLBACK_S) -> Iterator[LoopWatch]
             watch.too_long.append((elapsed_s, repr(handle)))
 
     handle_class._run = measured_run
+    gc.disable()
     try:
         yield watch
     finally:
+        gc.enable()
         handle_class._run = run

@@ -286,7 +286,7 @@ def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, first):
     monkeypatch.setattr(software.metadata, "version", version)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     findings = list(software.check_extras())
-    assert [finding.level for finding in findings] == [first, *["note"] * 4]
+    assert [finding.level for finding in findings] == [first, *["note"] * 5]
     assert 'pip install "baton-llm[bench]"' in findings[1].text
 
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import gc
 import time
-from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -271,21 +269,10 @@ async def test_the_looks_for_places_grow_with_the_requests_and_not_with_their_sq
     await queue.close()
 
 
-@contextlib.contextmanager
-def other_objects_uncollected() -> Iterator[None]:
-    """Keeps the collector from searching what other tests have left in this process."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 async def test_thousands_of_requests_that_come_wait_and_leave_do_not_block_the_loop():
     queue, number, usable = Queue(), 4000, frozenset({0})
     started = time.thread_time()
-    with other_objects_uncollected(), watched_loops() as watch:
+    with watched_loops() as watch:
         for batch in range(number // 100):
             for name in range(100 * batch, 100 * (batch + 1)):
                 queue.arrive(name, Turn(True, 0, -float(name)), usable)

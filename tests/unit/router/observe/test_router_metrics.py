@@ -75,12 +75,13 @@ def test_gauges_are_read_when_they_are_exported():
     metrics.read_running = lambda: 3
     metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=3, ready=2, ejected=1)]
     metrics.read_replicas = lambda: [
-        ReplicaGauges("m", "prefill", "a:1", backlog_s=1.5, hit_rate=0.25)
+        ReplicaGauges("m", "prefill", "a:1", backlog_s=1.5, num_requests=3, hit_rate=0.25)
     ]
     metrics.count_call("http", "429")
     lines = text_of(metrics)
     labels = '{model="m",replica="a:1",tier="prefill"}'
     assert f"baton_router_replica_backlog_seconds{labels} 1.5" in lines
+    assert f"baton_router_replica_requests{labels} 3.0" in lines
     assert f"baton_router_replica_hit_ratio{labels} 0.25" in lines
     assert "baton_router_running_requests 3.0" in lines
     assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 3.0' in lines
