@@ -580,3 +580,10 @@ def test_the_self_test_tells_why_a_kernel_cannot_be_launched(monkeypatch, capsys
     monkeypatch.setattr("kernels.first_launch.check_launch", fail)
     assert gpus.main() == 1
     assert capsys.readouterr().err == "no kernel can be launched\n"
+
+
+def test_requirements_that_cannot_be_compared_name_the_package_for_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    (finding,) = software.check_requirements()
+    assert finding.level is Level.PROBLEM
+    assert "pip install packaging" in finding.text
