@@ -33,6 +33,7 @@ from tests.support.pages import blocks
 pytestmark = needs_helm
 
 VERSIONS = ("1.30.0", "1.37.0")  # the oldest that the chart states, and the newest with schemas
+COMPONENT = "app.kubernetes.io/component"
 KEDA = {"type": "keda", "minReplicas": 0, "backlogSeconds": 1.5}
 TLS = {"enabled": True, "certManager": {"enabled": True, "issuer": {"name": "ca"}}}
 CASES = {
@@ -332,7 +333,7 @@ def test_selectors_find_the_pods_of_their_name(manifests):
 
 @pytest.mark.parametrize("case", ["keda", "pool"])
 def test_only_clients_reach_the_ports_for_requests(answers, case):
-    """Although all pods may read the workers' metrics."""
+    """Although all pods may read the workers' metrics. A picker asks whether servers are ready."""
     manifests = answers[list(CASES).index(case)]
     (client,) = CASES[case]["networkPolicy"]["clients"]
     policies = by_name(manifests, "NetworkPolicy")
@@ -342,8 +343,10 @@ def test_only_clients_reach_the_ports_for_requests(answers, case):
         for rule in rules
         if {"http", "picker"} & {entry["port"] for entry in rule.get("ports", ())}
     ]
-    assert peers == [[client]] * len(peers)
-    assert len(peers) == (2 if case == "pool" else 1)
+    assert all(client in those for those in peers)
+    pickers = [peer for those in peers for peer in those if peer != client]
+    parts = [peer["podSelector"]["matchLabels"][COMPONENT] for peer in pickers]
+    assert (len(peers), parts) == ((2, ["router"]) if case == "pool" else (1, []))
 
 
 def test_targets_name_services(manifests):
