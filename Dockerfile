@@ -13,17 +13,31 @@ COPY kernels/native kernels/native
 COPY kernels/library kernels/library
 RUN PYTHONPATH=kernels python -m library.build
 COPY . .
-RUN pip wheel --no-deps --wheel-dir /wheel .
+# Here /opt/baton gets the files of Baton's wheel alone, which the image takes.
+RUN pip wheel --no-deps --wheel-dir /wheel . \
+    && python -m venv --without-pip /opt/baton \
+    && pip --python /opt/baton/bin/python install --no-deps /wheel/*.whl
 
-FROM python:3.11-slim
+FROM python:3.11-slim AS torch
 # Where torch comes from. PyPI's torch brings CUDA: build with
 # --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# binutils strips libraries.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends binutils \
+    && rm -rf /var/lib/apt/lists/*
+COPY deploy/image /image
+RUN python -m venv /opt/baton \
+    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14" \
+    && /image/trim_packages.sh /opt/baton
+
+FROM python:3.11-slim
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Layers are in the order in which they change, the largest first: a new version of Baton is the
 # last of them, so that machines with an earlier one fetch little else.
-RUN python -m venv /opt/baton \
-    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
+COPY --from=torch /opt/baton /opt/baton
 # Triton compiles the launchers of its kernels when they first run; torch for GPUs needs it.
 # hadolint ignore=DL3008
 RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
@@ -33,18 +47,15 @@ RUN if ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/de
     fi
 # Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
 ARG EXTRAS=
-COPY pyproject.toml /tmp/
-# Triton is a gigabyte, which xgrammar brings; only GPUs use it.
+COPY pyproject.toml deploy/image/trim_packages.sh /tmp/
 RUN python -c 'import sys, tomllib; p = tomllib.load(sys.stdin.buffer)["project"]; \
     extras = [p["optional-dependencies"][name] for name in sys.argv[1].split(",") if name]; \
     print(*p["dependencies"], *sum(extras, []), sep="\n")' "${EXTRAS}" \
     < /tmp/pyproject.toml > /tmp/requirements.txt \
     && /opt/baton/bin/pip install --requirement /tmp/requirements.txt \
-    && if ! ls /opt/baton/lib/python3*/site-packages/torch/lib/libtorch_cuda.so 2>/dev/null; then \
-    /opt/baton/bin/pip uninstall --yes triton; \
-    fi
-COPY --from=builder /wheel /wheel
-RUN /opt/baton/bin/pip install --no-deps /wheel/*.whl
+    && /tmp/trim_packages.sh /opt/baton
+COPY --from=builder /opt/baton/bin/baton /opt/baton/bin/
+COPY --from=builder /opt/baton/lib/python3.11/site-packages /opt/baton/lib/python3.11/site-packages
 # HOME and USER also hold for a user that is not in /etc/passwd.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
 # Any user of group 0 may write, as platforms expect that choose the user. Volumes that are mounted

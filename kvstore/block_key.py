@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 
+from kvstore.formats import KEY_FORMAT_VERSION, describe_formats, format_parts
 from kvstore.native_keys import HashBlocks, load_library
 
 __all__ = [
     "KEY_BYTES",
-    "KEY_FORMAT_VERSION",
     "BlockKeyChain",
     "derive_namespace",
     "describe_namespace",
@@ -37,7 +37,6 @@ __all__ = [
     "tail_key",
 ]
 
-KEY_FORMAT_VERSION = 1
 KEY_BYTES = 32
 _FULL = b"full"
 _LOGGER = logging.getLogger("baton.kvstore")
@@ -76,6 +75,7 @@ def derive_namespace(
         slices += [b"layers", num_layer_slices.to_bytes(4, "little")]
     if states:
         slices += [b"states", states.encode()]
+    slices += format_parts()
     return _hash(
         b"namespace",
         KEY_FORMAT_VERSION.to_bytes(4, "little"),
@@ -112,7 +112,7 @@ def describe_namespace(
     slices += f"{num_layer_slices} layer slices, " if num_layer_slices != 1 else ""
     return (
         f"model {model_fingerprint[:12]}, {kv_dtype}, {block_size} tokens per block, "
-        f"{slices}layout {layout_version}" + (f", {states}" if states else "")
+        f"{slices}layout {layout_version}, {describe_formats()}" + (f", {states}" if states else "")
     )
 
 

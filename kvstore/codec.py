@@ -22,16 +22,16 @@ The functions take lists of objects, which are digested together
 import struct
 from collections.abc import Iterable, Sequence
 
+from kvstore.formats import OBJECT_FORMAT_VERSION
 from kvstore.memory_runs import digest_runs
 from kvstore.store import KvObject
 
-__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "seal", "verify"]
+__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "other_format", "seal", "verify"]
 
 HEADER_BYTES = 64
 DIGEST_SCHEME = "xxh3-128"
 
 _MAGIC = b"BATONKV\0"
-_FORMAT_VERSION = 1
 _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
@@ -79,9 +79,22 @@ def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
     return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(objects))
 
 
+def other_format(header: memoryview) -> str:
+    """Returns why an object that `verify` refuses cannot be read here: another version of Baton has
+    sealed it. Names both versions of the format; empty if it is of this one, or damaged.
+
+    Args:
+        header: of the object.
+    """
+    magic, version, *_ = _PREAMBLE.unpack_from(header)
+    if magic != _MAGIC or version == OBJECT_FORMAT_VERSION:
+        return ""
+    return f"object format version: this replica has {OBJECT_FORMAT_VERSION}, the object {version}"
+
+
 def _preamble(num_payload_bytes: int) -> bytes:
     """Returns the header without the digest. It depends on the payload's length only."""
-    return _PREAMBLE.pack(_MAGIC, _FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
+    return _PREAMBLE.pack(_MAGIC, OBJECT_FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
 
 
 def _prefixes(preambles: Iterable[bytes], keys: Iterable[bytes]) -> list[bytes]:

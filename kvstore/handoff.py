@@ -7,6 +7,7 @@ from baton.common.errors import FailedPreconditionError, InvalidArgumentError
 from baton.v1 import prefill_pb2
 from kvstore.block_key import KEY_BYTES
 from kvstore.codec import DIGEST_SCHEME
+from kvstore.formats import HANDOFF_FORMAT_VERSION
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 
 __all__ = [
@@ -17,8 +18,6 @@ __all__ = [
     "handoff_from_proto",
     "handoff_to_proto",
 ]
-
-_HANDOFF_FORMAT_VERSION = 1
 
 # The wire field's limit, 49 days.
 _MAX_LEASE_MS = 2**32 - 1
@@ -58,7 +57,7 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
-    format_version: int = _HANDOFF_FORMAT_VERSION
+    format_version: int = HANDOFF_FORMAT_VERSION
 
     def check_compatible(self, *, namespace: bytes, connector: str) -> None:
         """Refuses a handoff that this replica could misread.
@@ -76,7 +75,7 @@ class KvHandoff:
                 f"KV namespace: this replica has {ours}, the handoff {theirs}"
             )
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
-            ("handoff format version", _HANDOFF_FORMAT_VERSION, self.format_version),
+            ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
             ("KV connector", connector, self.connector),
             ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
@@ -115,9 +114,9 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
             have other meanings.
         InvalidArgumentError: a block key does not have `KEY_BYTES` bytes.
     """
-    if message.format_version != _HANDOFF_FORMAT_VERSION:
+    if message.format_version != HANDOFF_FORMAT_VERSION:
         raise FailedPreconditionError(
-            f"handoff format version: this replica has {_HANDOFF_FORMAT_VERSION}, "
+            f"handoff format version: this replica has {HANDOFF_FORMAT_VERSION}, "
             f"the handoff {message.format_version}"
         )
     check_keys("handoff.block_keys", message.block_keys)

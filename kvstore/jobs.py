@@ -12,6 +12,7 @@ from typing import Self
 from kvstore.handoff import KvHandoff
 
 __all__ = [
+    "CORRUPT",
     "MISSING",
     "ConnectorWork",
     "LoadJob",
@@ -21,10 +22,18 @@ __all__ = [
     "SaveJob",
     "SaveResult",
     "TransferResults",
+    "cause_of",
 ]
 
 MISSING = "missing"
 """The error of a load whose next block is not there."""
+CORRUPT = "corrupt"
+"""The error of a load whose next object is not what was saved, or of another version's format."""
+
+
+def cause_of(error: str) -> str:
+    """Returns the kind of an error of a result, without its details."""
+    return error.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +119,8 @@ class LoadResult:
         job_id: the load's.
         num_blocks: leading blocks that hold verified bytes. The other blocks of the job must not
             be read: they may hold anything.
-        error: why fewer blocks than asked arrived: `MISSING`, "corrupt", "unavailable",
-            "cancelled" or "failed"; empty if all arrived.
+        error: why fewer blocks than asked arrived: `MISSING`, `CORRUPT`, "unavailable",
+            "cancelled" or "failed", perhaps with a colon and details; empty if all arrived.
         seconds: how long the bytes took to arrive; 0 if it was not measured. The engine sees the
             result only at its next poll, so its own clock would say more. Results that differ in
             this alone are equal.

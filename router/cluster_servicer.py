@@ -73,7 +73,7 @@ class ClusterStatus:
         finished = _sums(values, "baton_router_requests", label=1)
         return cluster_pb2.RouterActivity(
             num_running=int(values["baton_router_running_requests",]),
-            finished={name: n for name, n in finished.items() if not _is_failure(name)},
+            finished={name: n for name, n in finished.items() if n and not _is_failure(name)},
             failed=activity.failed,
             refused=_sums(values, "baton_router_refused_calls", label=0),
             waiting={model.name: len(model.fleet.waiting) for model in self._models},

@@ -22,7 +22,7 @@ def fleet_counts(models: Models) -> Iterator[FleetCounts]:
 
 
 def replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
-    """The backlog and the hit rate of each connected replica."""
+    """The backlog, the requests and the hit rate of each connected replica."""
     for model in models:
         for tier in (model.fleet.prefill, model.fleet.decode):
             for replica in tier.connected:
@@ -32,5 +32,6 @@ def replica_gauges(models: Models) -> Iterator[ReplicaGauges]:
                         tier.name,
                         replica.address,
                         backlog_s=replica.backlog_s,
+                        num_requests=replica.num_requests,
                         hit_rate=replica.hit_rate,
                     )

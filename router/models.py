@@ -38,7 +38,7 @@ from router.stages.backlog import REFUSALS, Backlog
 from router.stages.pipeline import Pipeline
 from router.tenants.tenant import tenant_of_call
 from rpc.discovery.announcements import Announcements
-from rpc.logs import slo_of_call
+from rpc.logs import slo_of_call, timeout_of_call
 
 __all__ = ["Model", "Models", "RouterFiles"]
 
@@ -180,7 +180,7 @@ class Model:
         Raises:
             UnavailableError: no decode replica became ready in time.
         """
-        longest_s = self._default_timeout_s if timeout_s is None else timeout_s
+        longest_s = self._longest_s(timeout_s)
         deadline = time.monotonic() + longest_s
         wait_s = min(self._queue_timeout_s, longest_s)
         return (await self.fleet.wait_for_model(priority, deadline, wait_s))[1]
@@ -301,7 +301,7 @@ class Model:
         await self._entrance.turn(self._longest_s(timeout_s), self._admission.max_requests)
 
     def _longest_s(self, timeout_s: float | None) -> float:
-        longest_s = self._default_timeout_s
+        longest_s = timeout_of_call() or self._default_timeout_s
         return longest_s if timeout_s is None else min(timeout_s, longest_s)
 
     def _deadline_error(self, timeout_s: float) -> DeadlineExceededError:

@@ -23,6 +23,7 @@ from baton.v1 import (
     registration_pb2,
     registration_pb2_grpc,
 )
+from router.batches.slots import num_places
 from router.cluster_servicer import ClusterServicer, ClusterStatus
 from router.config.router import RouterConfig, add_args, router_config_from_args
 from router.fleet_gauges import fleet_counts, replica_gauges
@@ -37,6 +38,7 @@ from router.requests.pace import Pace
 from router.security import RouterSecurity
 from router.servicer import GenerationServicer
 from router.stages.admission import Admission
+from router.tenants.tenant import OPEN_TENANT
 from rpc.discovery.announcements import Announcements
 from rpc.interceptors import CountCall
 from rpc.metrics_server import MetricsAccess, serving_metrics
@@ -69,10 +71,8 @@ SERVICE_NAMES: tuple[str, ...] = (
 
 
 _LOGGER = logging.getLogger("baton.router")
-_LOOPBACK = "127.0.0.1"
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; as for gRPC
 _POLL_S = 0.05
-_MAX_BATCH_PLACES = 256
 _MAX_REPLICA_WAIT_S = 2.0
 
 
@@ -118,6 +118,7 @@ class RouterService(Service):
             config.tracing, "baton-router", {"baton.models": ",".join(_names(config))}
         )
         self._metrics = metrics or RouterMetrics()
+        self._metrics.expect(_names(config), [OPEN_TENANT.name] * security.tenants.is_open)
         self.metrics = CollectorRegistry()
         self.metrics.register(MetricsCollector(self._metrics))
         self.log = RequestLog(self._tracer, self._metrics)
@@ -183,6 +184,7 @@ class RouterService(Service):
             shares_port = link is not None
             picker = PickerService(config, self.models, security, shares_port=shares_port)
             self._servers.append(picker.server)
+            self._tasks.append(asyncio.create_task(picker.servers.run()))
 
     async def start_http(self) -> None:
         """Begins to answer HTTP, proxies and readers of metrics, if the config has ports. A process
@@ -277,9 +279,9 @@ class RouterService(Service):
             await asyncio.to_thread(self._tracer.close)
 
     def batch_places(self) -> int:
-        """How many requests of batches may run at once: half of what the replicas run."""
-        num_seats = sum(model.fleet.num_seats for model in self.models)
-        return max(1, min(num_seats, self._admission.max_requests, _MAX_BATCH_PLACES) // 2)
+        """How many requests of batches may run at once."""
+        num_seats = min(self._admission.read_num_seats(), self._admission.max_requests)
+        return num_places(num_seats, self._admission.interactive.quiet_s)
 
     async def _follow_health(self, model: Model) -> None:
         while True:
@@ -304,8 +306,8 @@ def _http_server(
     from router.http.server import HttpServer
 
     http = replace(config.http, max_connections=connection_limits(config)[0])
-    # Only processes of this machine reach a unix socket.
-    host = http.host if http.uds is None else _LOOPBACK
+    # A proxy in front of a unix socket has clients anywhere, and may ask for localhost for them.
+    host = http.host if http.uds is None else ""
     check_operator = partial(security.check_operator, host)
     app = build_app(
         service.models,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -20,6 +20,7 @@ _MAX_JOINED_BYTES = 1024
 """Of a first message that is sent together with the metadata before it, which is faster."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Iterable[tuple[str, str | bytes]]
 _LOGGER = logging.getLogger("baton.rpc")
 QUIET_METHODS = (
     "/grpc.health.v1.Health/",
@@ -48,8 +49,8 @@ _ROUNDED_SHARE = 0.02
 class CallContext:
     """The context of a call, with a time limit on writes that the client does not read.
 
-    A write waits while the client reads none of the messages before it. All methods but `write`
-    are those of grpc.aio's context.
+    A write waits while the client reads none of the messages before it. All other methods are
+    those of grpc.aio's context.
 
     Args:
         context: of grpc.aio.
@@ -62,6 +63,7 @@ class CallContext:
 
     def __init__(self, context: Context, send_timeout_s: float | None) -> None:
         self._context = context
+        self._metadata = context.invocation_metadata() or ()
         self._timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -71,6 +73,10 @@ class CallContext:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+    def invocation_metadata(self) -> Metadata:
+        """The caller's metadata, of which grpc.aio would make a copy for each reader."""
+        return self._metadata
 
     async def write(self, message: Any) -> None:
         """Sends a message.
@@ -143,7 +149,7 @@ class Call:
     def __init__(self, method: str, context: CallContext) -> None:
         self.method = method
         self.context = context
-        session = session_from(context.invocation_metadata() or ())
+        session = session_from(context.invocation_metadata())
         self.info = CallInfo(trace=_parse_trace(context), session=session)
         self.status: grpc.StatusCode | None = None
         self.ending: BatonError | None = None
@@ -221,7 +227,7 @@ def _nothing() -> None:
 
 def _parse_trace(context: CallContext) -> TraceContext | None:
     """The caller's span, from the call's metadata."""
-    for name, value in context.invocation_metadata() or ():
+    for name, value in context.invocation_metadata():
         if name == "traceparent" and isinstance(value, str):
             return parse_traceparent(value)
     return None

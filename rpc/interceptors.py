@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 
@@ -67,6 +67,9 @@ Guard = Callable[[Context], AbstractAsyncContextManager[Call]]
 """What surrounds a call: `_guard`, for one method."""
 
 _MAX_INLINE_BYTES = 256 * 1024
+_MAX_GUARDED = 256
+"""The most handlers that are kept: a server has fewer methods. One that is starting has a handler
+for every name."""
 _LARGE_MESSAGES = ThreadPoolExecutor(1, "large-messages")
 
 # By (request is a stream, response is a stream).
@@ -107,6 +110,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self.num_begun = 0
         self._running: set[Call] = set()
+        self._guarded: dict[tuple[Any, Any], Any] = {}  # by a method and its handler
         self._authorize = authorize
         self._count_call = count_call
         self._places = CallPlaces(most_calls, most_watches)
@@ -128,8 +132,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        guard = partial(self._guard, str(handler_call_details.method))
-        return _guarded_handler(handler, guard, self._first_message_timeout_s)
+        key = handler_call_details.method, handler
+        guarded = self._guarded.get(key)
+        if guarded is None:
+            guard = partial(self._guard, str(handler_call_details.method))
+            guarded = _guarded_handler(handler, guard, self._first_message_timeout_s)
+            if len(self._guarded) < _MAX_GUARDED:
+                self._guarded[key] = guarded
+        return guarded
 
     @asynccontextmanager
     async def _guard(self, method: str, context: Context) -> AsyncIterator[Call]:
@@ -140,7 +150,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self._places.of_method(method).taken_by(call):
                     if self._authorize is not None and not method.startswith(_OPEN_SERVICES):
-                        call.info.caller = self._authorize(method, context)
+                        call.info.caller = self._authorize(method, cast("Context", call.context))
                     yield call
             except asyncio.CancelledError:
                 if call.ending is not None:

@@ -37,6 +37,7 @@ __all__ = [
     "session_of_call",
     "slo_of_call",
     "start_logging",
+    "timeout_of_call",
 ]
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -58,6 +59,7 @@ class CallInfo:
         session: the conversation that the call belongs to; empty if its headers name none.
         slo: how soon the caller wants its tokens.
         is_counted: whether it counts against the caller's limits of calls.
+        timeout_s: seconds that it may take at most; None for as long as calls may take by default.
     """
 
     request_id: str = ""
@@ -68,6 +70,7 @@ class CallInfo:
     session: str = ""
     slo: Slo = NO_SLO
     is_counted: bool = True
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.trace is not None:
@@ -97,6 +100,14 @@ def slo_of_call() -> Slo:
     """Returns the objectives of the call that the present task serves."""
     call = CURRENT_CALL.get()
     return NO_SLO if call is None else call.slo
+
+
+def timeout_of_call() -> float | None:
+    """Returns how many seconds the call that the present task serves may take at most; None for as
+    long as calls may take by default.
+    """
+    call = CURRENT_CALL.get()
+    return None if call is None else call.timeout_s
 
 
 def log_fields(**fields: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from rpc.registration import RegisteredService, RegistrationConfig, add_registra
 from rpc.server import RpcServer, Service, serve
 from rpc.server_access import cluster_access
 from rpc.server_config import MetricsConfig, ServerConfig
-from rpc.tracing import TracingConfig, WorkerSpans
+from rpc.tracing import TracingConfig
 from rpc.watchdog import ending_when_stuck
 
 __all__ = [
@@ -196,7 +196,7 @@ class WorkerTier(Service):
         server: the server, which already has the servicers of both tiers.
         flush: waits, for at most the seconds that it is passed, until the streams of
             these servicers have sent their last outputs.
-        spans: send spans; closed with the worker.
+        closers: called when the worker has been closed.
     """
 
     def __init__(
@@ -204,12 +204,12 @@ class WorkerTier(Service):
         worker: Worker,
         server: RpcServer,
         flush: Callable[[float], Awaitable[None]] | None = None,
-        spans: Sequence[WorkerSpans] = (),
+        closers: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         self._worker = worker
         self._server = server
         self._flush = flush
-        self._spans = spans
+        self._closers = closers
         self._servicer = WorkerServicer(worker, lambda: server.set_serving(False))
         self._watches = [
             asyncio.create_task(self._watch_failure()),
@@ -239,8 +239,8 @@ class WorkerTier(Service):
         for watch in self._watches:
             watch.cancel()
         await self._worker.close()
-        for spans in self._spans:
-            await asyncio.to_thread(spans.close)
+        for close in self._closers:
+            await close()
 
     async def _watch_failure(self) -> None:
         self._server.fail(await self._worker.wait_failed())

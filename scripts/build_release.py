@@ -26,7 +26,7 @@ from baton.common.own_packages import PACKAGES
 from kernels.library.variants import library_sets
 from scripts.sbom import make_sbom
 
-__all__ = ["ReleaseError", "build_release", "check_protos", "check_wheel", "main"]
+__all__ = ["ReleaseError", "build_release", "check_protos", "check_wheel", "main", "share_objects"]
 
 ROOT = Path(__file__).parents[1]
 _DEFAULT_FOLDER = ROOT / "dist"
@@ -63,7 +63,7 @@ def build_release(root: Path, out: Path, *, time_s: int) -> list[Path]:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         unpacked = Path(folder, sdist.name.removesuffix(".tar.gz"))
-        _share_objects(root, unpacked)
+        share_objects(root, unpacked)
         wheel = _build(unpacked, "wheel", new, time_s)
         check_wheel(wheel, root)
         bill = new / f"{wheel.name.split('-py3-')[0]}.cdx.json"
@@ -162,8 +162,13 @@ def _tracked(root: Path) -> list[str]:
     return _run(["git", "ls-files", "-z"], root).stdout.rstrip("\0").split("\0")
 
 
-def _share_objects(root: Path, other: Path) -> None:
-    """Lets the build in another folder use, and add to, the objects of the source tree."""
+def share_objects(root: Path, other: Path) -> None:
+    """Lets the build in another folder use, and add to, the objects of a source tree.
+
+    Args:
+        root: the source tree.
+        other: the folder, with the same sources.
+    """
     for libraries in library_sets(root):
         objects = libraries.library_folder / _OBJECTS
         objects.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from rpc.probe import wait_until_serving
 from rpc.server_config import MetricsConfig, ServerConfig
 from rpc.tracing import TracingConfig
+from worker.kv_events.config import KvEventsConfig
 from worker.processes.output import log_writer
 from worker.processes.ports import free_port, local_address
 from worker.processes.ray_nodes import RayNodes, RemoteProcess
@@ -94,6 +95,10 @@ def replicas_on_ray(
         raise ConfigurationError(
             "--metrics-port is for workers of one machine; with --on ray leave it out"
         )
+    if config_from_args(KvEventsConfig, args).kv_events_zmq is not None:
+        raise ConfigurationError(
+            "--kv-events-zmq is for workers of one machine; with --on ray leave it out"
+        )
     tls = config_from_args(CertificateFiles, args)
     write_line, policy = log_writer(server.log_format), _restart_policy(server)
     nodes = RayNodes(engine)
@@ -118,18 +123,22 @@ def replica_spec(
         args: parsed flags of a worker.
         tier: prefill or decode.
         engine: config of each worker.
-        number: the worker's number; it serves metrics at the port of the flag plus this number.
+        number: the worker's number; it serves metrics, and publishes KV events, at the ports of
+            the flags plus this number.
         port: the worker's port.
     """
     server, metrics = config_from_args(ServerConfig, args), config_from_args(MetricsConfig, args)
     if metrics.port:  # 0 is any free port
         metrics = replace(metrics, port=metrics.port + number)
     replica_server = replace(server, port=port, port_file=None, shutdown_delay_s=0.0)
+    events = config_from_args(KvEventsConfig, args).of_replica(number)
     others = (
         config_from_args(one, args) for one in (CertificateFiles, CredentialsConfig, TracingConfig)
     )
     flags = [
-        one for config in (replica_server, metrics, *others) for one in flags_of_config(config)
+        one
+        for config in (replica_server, metrics, events, *others)
+        for one in flags_of_config(config)
     ]
     return worker_spec(tier, number, engine, flags, _variables(os.environ.get(TOKEN_VARIABLE)))
 

@@ -4,12 +4,14 @@ import argparse
 import asyncio
 import logging
 import signal
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from baton.common.errors import ConfigurationError
-from baton.common.flags.config_flags import config_from_args
+from baton.common.flags.config_flags import add_flags, config_from_args
 from baton.common.security.cluster import ClusterSecurity
 from baton.common.security.config import CertificateFiles, CredentialsConfig
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
@@ -25,8 +27,13 @@ from rpc.server import RpcServer, run_process
 from rpc.stop_signals import STOP_SIGNALS, stop_signals_in_use
 from rpc.tracing import TracingConfig, WorkerSpans
 from rpc.worker import WorkerTier, add_worker_args, serve_worker
+from worker.kv_events.config import KvEventsConfig
 from worker.processes.ray_nodes import engine_on_ray
 from worker.replica_processes import ReplicaSetConfig, add_replica_args, run_replicas
+
+if TYPE_CHECKING:
+    from worker.kv_events.publisher import KvEventPublisher
+    from worker.kv_events.sockets import KvEventSockets
 
 __all__ = ["SERVICE_NAMES", "add_args", "add_services", "run_worker"]
 
@@ -44,11 +51,15 @@ def add_args(parser: argparse.ArgumentParser, role: Role) -> None:
     """Adds the flags of a worker that starts with a role."""
     add_worker_args(parser, default_port=_DEFAULT_PORTS[role])
     add_replica_args(parser)
+    add_flags(parser, KvEventsConfig, "server")
     add_engine_args(parser, omit=("data_parallel_size",))
 
 
 def add_services(
-    engine: AsyncEngine, server: RpcServer, tracing: TracingConfig | None = None
+    engine: AsyncEngine,
+    server: RpcServer,
+    tracing: TracingConfig | None = None,
+    publisher: "KvEventPublisher | None" = None,
 ) -> WorkerTier:
     """Adds a started engine's services to a server and sets it serving.
 
@@ -56,6 +67,7 @@ def add_services(
         engine: the engine; its role says which requests it takes at first.
         server: the server.
         tracing: where spans are sent; None sends none.
+        publisher: publishes the engine's KV events; closed with the worker.
     """
     worker = EngineWorker(engine)
     open_spans = partial(WorkerSpans.open, tracing or TracingConfig(), worker=worker.info)
@@ -66,12 +78,19 @@ def add_services(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         PrefillServicer(engine, spans["prefill"]),
     )
-    opened = [span_buffer for span_buffer in spans.values() if span_buffer is not None]
-    return WorkerTier(worker, server, flush=decode.close, spans=opened)
+    closers: list[Callable[[], Awaitable[None]]] = [
+        partial(asyncio.to_thread, span_buffer.close)
+        for span_buffer in spans.values()
+        if span_buffer is not None
+    ]
+    if publisher is not None:
+        closers.append(publisher.close)
+    return WorkerTier(worker, server, flush=decode.close, closers=closers)
 
 
 async def _run(args: argparse.Namespace, role: Role) -> None:
     tracing = config_from_args(TracingConfig, args)
+    events = config_from_args(KvEventsConfig, args)
     config, replicas = engine_config_from_args(args), config_from_args(ReplicaSetConfig, args)
     if replicas.on == "ray":
         config = engine_on_ray(config)
@@ -79,6 +98,7 @@ async def _run(args: argparse.Namespace, role: Role) -> None:
         raise ConfigurationError(
             "--kv-connector is not set; a prefill worker needs it to hand KV over"
         )
+    events.check_engine(config)
     if replicas.data_parallel_size is not None:
         await run_replicas(args, role.label, config, replicas)
         return
@@ -91,12 +111,31 @@ async def _run(args: argparse.Namespace, role: Role) -> None:
     async def start(
         server: RpcServer, registry: CollectorRegistry, security: ClusterSecurity
     ) -> WorkerTier:
+        sockets = None if events.kv_events_zmq is None else _open_sockets(events)
         engine = await AsyncEngine.start(config, security)
         engine.role = role
         register_metrics(engine, registry)
-        return add_services(engine, server, tracing)
+        publisher = None if sockets is None else _publisher(sockets, engine, events)
+        return add_services(engine, server, tracing, publisher)
 
     await serve_worker(args, SERVICE_NAMES, start)
+
+
+# ZMQ and msgspec are optional, and imported where they are used.
+
+
+def _open_sockets(config: KvEventsConfig) -> "KvEventSockets":
+    from worker.kv_events.sockets import KvEventSockets
+
+    return KvEventSockets(config)
+
+
+def _publisher(
+    sockets: "KvEventSockets", engine: AsyncEngine, config: KvEventsConfig
+) -> "KvEventPublisher":
+    from worker.kv_events.publisher import KvEventPublisher
+
+    return KvEventPublisher(sockets, engine, config.topic(engine.config.model_name))
 
 
 async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPlace) -> None:

@@ -14,6 +14,7 @@ import baton
 from baton.common.container_limits import check_command
 from baton.common.errors import BatonError, ConfigurationError
 from baton.common.flags.parser import FlagParser
+from baton.common.own_packages import PACKAGES
 from worker.processes.output import discard_unread_output
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -105,6 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         discard_unread_output()
         return _EXIT_BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("baton", *PACKAGES):
+            raise
+        text = f"{error.name} is not installed; `baton doctor` names all that is missing"
+        sys.stderr.write(f"baton {command}: error: {text}\n")
+        return _EXIT_FAILURE
     except BatonError as error:
         sys.stderr.write(f"baton {command}: error: {error.message}\n")
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE

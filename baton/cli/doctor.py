@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from baton.cli.operator_calls import add_credential_args, operator_channel
 from baton.doctor import Finding, Level, gpus, machine, native_kernels, ranks, software
 
 __all__ = ["add_args", "examine", "format_findings", "main"]
@@ -59,6 +58,10 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="check not this machine but what a running worker, or all workers of a router, "
         "see of their KV connectors; the gRPC address, given once for each",
     )
+    try:
+        from baton.cli.operator_calls import add_credential_args
+    except ModuleNotFoundError:  # `check_requirements` names what is missing
+        return
     add_credential_args(parser)
 
 
@@ -96,6 +99,7 @@ def examine_running(args: argparse.Namespace) -> list[Finding]:
     Raises:
         ConfigurationError: a file of a credential cannot be read; names the flag.
     """
+    from baton.cli.operator_calls import operator_channel
     from baton.doctor.running import check_running
 
     findings: list[Finding] = []
@@ -133,7 +137,7 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     width = max(shutil.get_terminal_size().columns, len(indent) + _MIN_TEXT_WIDTH)
     lines = []
     for finding in findings:
-        lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
+        lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH - 1}} "
         lines += textwrap.wrap(
             finding.text,
             width,

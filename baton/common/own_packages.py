@@ -3,11 +3,13 @@
 A wheel has them in `baton/_packages`, so that no file of Baton's has the path of another
 distribution's: Hugging Face's `kernels` is a package too (docs/adr/0090-releases.md). A line in
 `baton_llm.pth` makes that folder the last one that Python searches, for processes that know nothing
-of Baton. Once `baton` is imported, it is searched before the other installed packages.
+of Baton; an editable installation adds the source tree there. Once `baton` is imported, the folder
+is searched before all installed packages.
 """
 
+import site
 import sys
-from collections.abc import MutableSequence
+from collections.abc import Container, MutableSequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,26 +36,34 @@ _INSTALLED = _BATON / "_packages"
 def add_to_path(
     path: MutableSequence[str] = sys.path,
     *,
-    installed: Path = _INSTALLED,
-    site: Path = _BATON.parent,
+    folder: Path | None = None,
+    installed: Container[str] | None = None,
 ) -> None:
-    """Puts the folder of an installed Baton before the folder of the installed packages.
+    """Lets Python find Baton's packages before those that are installed.
 
-    The folder of a script stays before both. A source tree has no such folder, and keeps its path.
+    The folders of a script and of PYTHONPATH stay before both.
 
     Args:
         path: is searched for modules.
-        installed: the folder.
-        site: the folder of the installed packages.
+        folder: holds the packages; None for where `baton` was imported from.
+        installed: the folders of installed packages; None for those of this Python.
     """
-    if installed.is_dir():
-        own, others = str(installed), str(site)
-        path.insert(path.index(others) if others in path else len(path), own)
+    own = str(folder or folder_of_packages())
+    installed = _folders_of_installed() if installed is None else installed
+    first = next((i for i, entry in enumerate(path) if entry in installed), len(path))
+    if own not in path[:first]:
+        path.insert(first, own)
 
 
 def folder_of_packages() -> Path:
     """Returns the folder that holds them: of the installation, or the source tree."""
     return _INSTALLED if _INSTALLED.is_dir() else _BATON.parent
+
+
+def _folders_of_installed() -> set[str]:
+    """Returns the folders into which packages are installed: of all users, of one, and Baton's."""
+    folders = {*site.getsitepackages(), site.getusersitepackages()}
+    return folders | ({str(_BATON.parent)} if _INSTALLED.is_dir() else set())
 
 
 def check_names(folder: Path | None = None) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from baton.common.errors import ConfigurationError
@@ -13,6 +14,9 @@ from baton.common.errors import ConfigurationError
 __all__ = [
     "ADDRESS_VARIABLE",
     "PLACING_S",
+    "AsyncActor",
+    "BlockingActor",
+    "actor_class",
     "actor_options",
     "cluster_address",
     "described",
@@ -131,6 +135,52 @@ def in_bundle(group: Any, index: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return PlacementGroupSchedulingStrategy(group, index)
+
+
+class _Actor:
+    """An object of one of Baton's classes, in the process of an actor.
+
+    Ray imports the class of an actor by its module. This one is in `baton`, which no other package
+    on the node can shadow, and whose import lets Python find Baton's packages first. Nodes need
+    Baton's packages.
+
+    Attributes:
+        wrapped: the class, as `module.name`.
+    """
+
+    wrapped = ""
+
+    def __init__(self) -> None:
+        module, _, name = self.wrapped.rpartition(".")
+        self._object = getattr(import_module(module), name)()
+
+
+class BlockingActor(_Actor):
+    """An actor whose calls run one after another, in the main thread of its process."""
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Calls a method of the object."""
+        return getattr(self._object, method)(*arguments)
+
+
+class AsyncActor(_Actor):
+    """An actor whose calls run in an event loop, many at a time."""
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """Awaits a method of the object."""
+        return await getattr(self._object, method)(*arguments)
+
+
+def actor_class(ray: Any, wrapped: type, kind: type[_Actor]) -> Any:
+    """Returns a class of actors for Ray, which shows the name of the wrapped class.
+
+    Args:
+        ray: of `join_cluster`.
+        wrapped: a class whose constructor takes no argument; may be of any of Baton's modules.
+        kind: `BlockingActor` or `AsyncActor`; has the actor's only method, `call`.
+    """
+    path = f"{wrapped.__module__}.{wrapped.__qualname__}"
+    return ray.remote(type(wrapped.__name__, (kind,), {"wrapped": path, "__module__": __name__}))
 
 
 def actor_options(resources: Mapping[str, float], strategy: Any) -> dict[str, Any]:

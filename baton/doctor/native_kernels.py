@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import kernels
 from baton.common.errors import BatonError, ConfigurationError
+from baton.common.module_process import module_command
 from baton.doctor import Finding, Level
 from baton.doctor.software import has_torch
 from kernels.library import library
@@ -64,10 +65,13 @@ def find_self_test(topic: str, module: str) -> Iterator[Finding]:
     if not has_torch():
         yield Finding(topic, Level.NOTE, "not checked: it needs torch")
         return
-    command = [sys.executable, "-P", "-m", module]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SELF_TEST_TIMEOUT_S, check=False
+            module_command(module),
+            capture_output=True,
+            text=True,
+            timeout=_SELF_TEST_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         text = f"a small test took longer than {_SELF_TEST_TIMEOUT_S} s"

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import closing
 
+from baton.common.module_process import module_command
 from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import TransferError, UnreadablePeerError
 
@@ -25,7 +26,7 @@ def why_unreadable(timeout_s: float = 30.0) -> str:
     """
     with closing(NixlTransport()) as transport:
         other = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
+            module_command(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import kernels
 from baton.common.errors import BatonError
+from baton.common.module_process import module_command
 from baton.doctor import Finding, Level
 from baton.doctor.native_kernels import find_self_test
 from kernels.library import library
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         _add_up(SharedMemoryRanks(native, int(arguments[0]), 1, 2))
         return 0
     file = os.memfd_create("doctor-ranks")
-    command = [sys.executable, "-P", "-m", "baton.doctor.ranks", str(file)]
+    command = module_command("baton.doctor.ranks", str(file))
     with subprocess.Popen(command, pass_fds=(file,)) as other:
         try:
             seconds = _add_up(SharedMemoryRanks(native, file, 0, 2))

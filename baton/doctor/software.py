@@ -50,6 +50,7 @@ _EXTRAS = (
     _Extra("matplotlib", "bench", "plots of `baton bench`"),
     _Extra("nixl-cu12", "nixl", "the connector nixl://"),
     _Extra("opentelemetry-sdk", "tracing", "traces"),
+    _Extra("pyzmq", "zmq", "KV events for other routers"),
     _Extra("ray", "ray", "ranks and servers on a Ray cluster"),
 )
 
@@ -92,8 +93,12 @@ def check_torch() -> Iterator[Finding]:
 
 def check_requirements() -> Iterator[Finding]:
     """Reports packages that Baton needs and that are missing, or have another version."""
-    from packaging.requirements import Requirement  # here, as it may be what is missing
-
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:
+        text = "not checked: first pip install packaging, which Baton needs too"
+        yield Finding("requirements", Level.PROBLEM, text)
+        return
     try:
         lines = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

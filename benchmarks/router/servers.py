@@ -3,7 +3,6 @@
 import asyncio
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from baton.common.errors import InternalError
 from baton.common.model_files.named_models import demo_model_path
+from baton.common.module_process import module_command
 from rpc.probe import wait_until_serving
 
 __all__ = [
@@ -121,7 +121,7 @@ def start_router(
 
 def run_client(module: str, *arguments: object) -> bytes:
     """Runs a client in a process of its own; returns what it prints."""
-    command = [sys.executable, "-P", "-m", f"benchmarks.router.{module}", *map(str, arguments)]
+    command = module_command(f"benchmarks.router.{module}", *map(str, arguments))
     return subprocess.run(
         command, check=True, timeout=CLIENT_TIMEOUT_S, stdout=subprocess.PIPE
     ).stdout
@@ -147,7 +147,7 @@ def memory_bytes(pid: int, *, peak: bool = False) -> int:
 
 @contextmanager
 def _running(module: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", module, *arguments])
+    process = subprocess.Popen(module_command(module, *arguments))
     try:
         yield process
     finally:

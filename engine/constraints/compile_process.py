@@ -4,14 +4,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from baton.common.errors import UnavailableError
+from baton.common.module_process import module_command, path_variable
 from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["READY", "STARTED", "WALL_TIMES", "CompileProcess", "JobLostError", "JobTimeoutError"]
@@ -21,6 +20,7 @@ READY = b"R"
 """The compile process takes jobs."""
 STARTED = b"S"
 """A job runs in a process of its own."""
+_MODULE = "engine.constraints.compile_server"
 _HEADER_BYTES = 8
 
 # The compile process imports the backends first, and xgrammar imports torch.
@@ -130,10 +130,7 @@ class CompileProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - a module of this package
-                [
-                    *(sys.executable, "-P", "-m", "engine.constraints.compile_server"),
-                    *(str(theirs.fileno()), *self._backends),
-                ],
+                module_command(_MODULE, str(theirs.fileno()), *self._backends),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -170,11 +167,10 @@ class CompileProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the compile process, which imports what this process would."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    """Returns the environment of the compile process."""
     # A process with threads must not be forked.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return os.environ | single | {"PYTHONPATH": path}
+    return os.environ | single | path_variable()
 
 
 def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:

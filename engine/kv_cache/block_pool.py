@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from engine.kv_cache.events import CachedRun, KvEventLog
+from engine.kv_cache.token_log import TokenLog
 
 __all__ = ["Allocation", "BlockPool"]
 
@@ -47,12 +48,14 @@ class BlockPool:
 
     Attributes:
         events: the log of blocks entering and leaving the index.
+        token_log: the tokens of the blocks in the index; None unless `log_tokens` was called.
     """
 
     def __init__(self, num_blocks: int, num_layer_groups: int = 1, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_slots = num_slots
         self.events = KvEventLog(self.cached_runs)
+        self.token_log: TokenLog | None = None
         self._ref_counts = [0] * (num_blocks + num_slots)
         self._key_of: list[bytes | None] = [None] * (num_blocks + num_slots)
         self._parent_of: list[bytes | None] = [None] * (num_blocks + num_slots)
@@ -197,6 +200,8 @@ class BlockPool:
                     self._move_to_front(block_id)
         for layer_group, keys in removed.items():
             self.events.record_removed(keys, layer_group)
+            if self.token_log is not None:
+                self.token_log.forget(keys, layer_group)
         if self.num_slots and 0 in removed:
             self._forget_free_slots(removed[0])
 
@@ -214,6 +219,8 @@ class BlockPool:
         for block_of in self._block_of:
             block_of.clear()
         self.events.record_cleared()
+        if self.token_log is not None:
+            self.token_log.clear()
         return num_cached
 
     def cached_keys(self, layer_group: int = 0) -> tuple[bytes, ...]:
@@ -235,6 +242,19 @@ class BlockPool:
                 run.append(key)
             if run:
                 yield layer_group, tuple(run), parent
+
+    def log_tokens(self, block_size: int) -> None:
+        """Starts `token_log`, while the index is empty.
+
+        Args:
+            block_size: tokens per block.
+        """
+        self.token_log = TokenLog(
+            lambda key, layer_group: key in self._block_of[layer_group],
+            len(self._block_of),
+            block_size,
+            max_pending=2 * (self.num_blocks + self.num_slots),
+        )
 
     def check(self) -> None:
         """Verifies the invariants; for tests and an idle engine.

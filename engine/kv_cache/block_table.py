@@ -1,9 +1,9 @@
 """`BlockTable`: the blocks that hold a sequence's tokens. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["NO_BLOCK", "BlockTable", "TableChange"]
+__all__ = ["NO_BLOCK", "BlockTable", "TableChange", "runs_of"]
 
 NO_BLOCK = -1
 """Table entry of a block that lies behind the window of its layer group, or, in the layer group
@@ -21,6 +21,7 @@ class BlockTable:
             an entry before it is the state at the end of its block, or `NO_BLOCK`.
         first_live: per layer group, index of the first block held.
         num_registered: number of leading blocks already offered to the prefix cache.
+        num_named: number of those whose tokens were logged (`engine.kv_cache.token_log`).
         filled_by: number of the step that swaps the blocks in; they are offered to
             the prefix cache only after it has reported. 0 if they were not swapped.
         epoch: number of resets of the prefix cache before the table got its first
@@ -33,6 +34,7 @@ class BlockTable:
     blocks: list[list[int]]
     first_live: list[int]
     num_registered: int = 0
+    num_named: int = 0
     filled_by: int = 0
     epoch: int = 0
     num_known: int = 0
@@ -60,14 +62,19 @@ class BlockTable:
             return replace(self, blocks=blocks, first_live=self.first_live.copy())
         renamed = [[block_of.get(block, NO_BLOCK) for block in blocks] for blocks in self.blocks]
         return replace(
-            self, blocks=renamed, first_live=self.first_live.copy(), num_registered=0, filled_by=0
+            self,
+            blocks=renamed,
+            first_live=self.first_live.copy(),
+            num_registered=0,
+            num_named=0,
+            filled_by=0,
         )
 
     def clear(self) -> None:
         """Empties the table. Its references pass to the caller."""
         self.blocks = [[] for _ in self.blocks]
         self.first_live = [0] * len(self.blocks)
-        self.num_registered = self.filled_by = self.num_applied = 0
+        self.num_registered = self.num_named = self.filled_by = self.num_applied = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +87,14 @@ class TableChange:
     layer_group: int
     first_index: int
     block_ids: tuple[int, ...]
+
+
+def runs_of(indices: Sequence[int]) -> list[range]:
+    """Returns ascending indices as ranges, as few as possible."""
+    runs: list[range] = []
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            runs.append(range(indices[start], indices[end - 1] + 1))
+            start = end
+    return runs

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.block_table import NO_BLOCK, BlockTable
+from engine.kv_cache.block_table import NO_BLOCK, BlockTable, runs_of
 from engine.kv_cache.fences import StepFence
 from engine.kv_cache.spec import KvCacheSpec
 
-__all__ = ["PrefixCache", "PrefixMatch", "runs_of"]
+__all__ = ["PrefixCache", "PrefixMatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,3 @@ class PrefixCache:
 def _parent(keys: Sequence[bytes], index: int) -> bytes | None:
     """The key before that at `index`; None at the start."""
     return keys[index - 1] if index else None
-
-
-def runs_of(indices: Sequence[int]) -> list[range]:
-    """Returns ascending indices as ranges, as few as possible."""
-    runs: list[range] = []
-    start = 0
-    for end in range(1, len(indices) + 1):
-        if end == len(indices) or indices[end] != indices[end - 1] + 1:
-            runs.append(range(indices[start], indices[end - 1] + 1))
-            start = end
-    return runs

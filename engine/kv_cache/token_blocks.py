@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange, runs_of
 from engine.kv_cache.fences import FencedPool
-from engine.kv_cache.prefix_cache import PrefixMatch, runs_of
+from engine.kv_cache.prefix_cache import PrefixMatch
 from engine.kv_cache.spec import KvCacheSpec
 
 __all__ = ["TokenBlocks"]

@@ -61,6 +61,7 @@ class AsyncEngine:
         metrics: counts of requests and steps.
         lends_prefixes: whether `lend_prefix` can lend.
         role: which requests it takes.
+        questions: what coroutines ask the scheduler; most are asked through methods here.
     """
 
     role: Role = Role.BOTH
@@ -86,7 +87,7 @@ class AsyncEngine:
         self._idle.set()
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread = EngineThread(core, self._loop, self)
-        self._questions = EngineQuestions(self._thread, self._loop)
+        self.questions = EngineQuestions(self._thread, self._loop)
         self._feeds = KvEventFeeds(
             # A snapshot has at most one event with one key per block and slot.
             2 * (core.num_blocks + core.scheduler.kv.pool.num_slots) + _MIN_WAITING_EVENTS,
@@ -229,7 +230,7 @@ class AsyncEngine:
         """
         if self._has_stopped:
             raise _stopped()
-        return await self._questions.reset_prefix_cache()
+        return await self.questions.reset_prefix_cache()
 
     async def lend_prefix(self, keys: Sequence[bytes]) -> KvHandoff | None:
         """Lends the longest cached prefix of a prompt to another engine.
@@ -241,7 +242,7 @@ class AsyncEngine:
             raise _stopped()
         if self._draining:
             return None
-        return await self._questions.lend_prefix(keys)
+        return await self.questions.lend_prefix(keys)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
         """Returns a feed of the prefix cache's changes; see `KvEventFeeds.follow`."""
@@ -271,7 +272,7 @@ class AsyncEngine:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
                 if not self._has_stopped:
-                    await self._questions.wait_for_saves()
+                    await self.questions.wait_for_saves()
         return len(self._handlers)
 
     async def wait_failed(self) -> BaseException:
@@ -391,7 +392,7 @@ class AsyncEngine:
                 for name in self._handlers
             ]
         )
-        self._questions.end(error)
+        self.questions.end(error)
 
 
 def _stopped() -> UnavailableError:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.groups.states import new_handoff_id
+from engine.kv_cache.token_log import TokenEvent, TokenLog
 from engine.loop.engine_thread import EngineThread
 from engine.request import PrefixRequest
 from engine.schedule.scheduler import Scheduler
@@ -76,6 +77,33 @@ class EngineQuestions:
 
         await self._answer(ask)
 
+    def log_tokens(self) -> None:
+        """Starts the log that `token_events` reads. Call it before the first request."""
+        self._thread.call(_log_tokens)
+
+    def repeat_tokens(self) -> None:
+        """Makes `token_events` begin again with the whole content."""
+        self._thread.call(_repeat_tokens)
+
+    async def token_events(self) -> Sequence[TokenEvent]:
+        """Waits for changes of the prefix cache, and returns all of them, with the blocks' tokens.
+
+        At first, and when they were asked for too late, it returns the whole content. Only one
+        caller may wait.
+
+        Raises:
+            UnavailableError: the engine has stopped.
+        """
+
+        def wait(answer: Callable[[None], None]) -> None:
+            self._thread.ask_when(answer, lambda scheduler: _token_log(scheduler).has_events)
+
+        def take(answer: Callable[[Sequence[TokenEvent]], None]) -> None:
+            self._thread.ask(answer, lambda scheduler: _token_log(scheduler).take_events())
+
+        await self._answer(wait)
+        return await self._answer(take)
+
     def end(self, error: Exception) -> None:
         """Answers all open questions with an error, as the engine has stopped."""
         for future in self._open:
@@ -94,6 +122,21 @@ class EngineQuestions:
 
 def _has_no_saves(scheduler: Scheduler) -> bool:
     return not (scheduler.has_open_saves or scheduler.lends_blocks)
+
+
+def _log_tokens(scheduler: Scheduler) -> None:
+    kv = scheduler.kv
+    kv.pool.log_tokens(kv.spec.block_size)
+
+
+def _repeat_tokens(scheduler: Scheduler) -> None:
+    _token_log(scheduler).start_over()
+
+
+def _token_log(scheduler: Scheduler) -> TokenLog:
+    log = scheduler.kv.pool.token_log
+    assert log is not None, "the caller has called log_tokens"
+    return log
 
 
 def _set_result(future: "asyncio.Future[_T]", result: _T) -> None:

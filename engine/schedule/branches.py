@@ -58,6 +58,9 @@ class Branches:
         if sequence.table is not None and not sequence.group.transfer.is_poisoned:
             keys = sequence.keys.extend_pool(sequence.token_ids)
             self._kv.register(sequence.table, keys, sequence.num_computed)
+            if (log := self._kv.pool.token_log) is not None:
+                salt = sequence.group.request.spec.cache_salt
+                log.record(sequence.table, keys, sequence.token_ids, salt)
 
     def release_behind(self, sequence: Sequence) -> None:
         """Frees blocks that no layer reads for the sequence's next token or any after it."""

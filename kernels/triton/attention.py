@@ -143,6 +143,7 @@ class _Step:
             max_context_len=min(meta.max_context_len, reach),
             num_kv_heads=self.kv_layer.shape[2],
             group_size=self.group_size,
+            value_dim=self.num_value_elements,
             num_processors=_num_processors(self.query.device),
         )
 

@@ -1,7 +1,8 @@
 """Divides a step's attention among programs, using numbers known to the host alone."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch
 
@@ -9,6 +10,10 @@ __all__ = ["AttentionSizes", "Pass", "padded_dim", "plan_passes"]
 
 # Sequences with more rows use the tiles of prompts.
 _MAX_DECODE_ROWS = 64
+_MAX_DECODE_SUMS = 64 * 256
+_MAX_SUMS_OF_4_WARPS = 64 * 128
+"""The sums of a block, rows times values, that fit the registers of the programs that share
+contexts (`tests/triton/test_attention_machine_code.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,7 @@ class AttentionSizes:
         max_context_len: cached tokens of the longest context, limited by the sliding window.
         num_kv_heads: KV heads.
         group_size: query heads per KV head.
+        value_dim: values of a head.
         num_processors: streaming multiprocessors of the device.
     """
 
@@ -31,6 +37,7 @@ class AttentionSizes:
     max_context_len: int
     num_kv_heads: int
     group_size: int
+    value_dim: int
     num_processors: int
 
 
@@ -100,7 +107,9 @@ def plan_passes(
     """
     most_rows = sizes.max_query_len * sizes.group_size
     fewest_rows = most_rows if _is_uniform(sizes) else sizes.group_size
-    few_rows = _decode_block_m(sizes, decode, min(_MAX_DECODE_ROWS, prefill.block_m))
+    most_decoded = _MAX_DECODE_SUMS // padded_dim(sizes.value_dim)
+    most_decoded = max(decode.block_m, min(_MAX_DECODE_ROWS, most_decoded))
+    few_rows = _decode_block_m(sizes, decode, min(most_decoded, prefill.block_m))
     passes = []
     if fewest_rows <= few_rows:
         passes.append(_decode_pass(sizes, decode, few_rows))
@@ -111,6 +120,7 @@ def plan_passes(
 
 
 def _decode_pass(sizes: AttentionSizes, decode: DecodeAttentionLaunch, few_rows: int) -> Pass:
+    decode = _launch_for_rows(decode, few_rows, padded_dim(sizes.value_dim))
     num_wanted = sizes.num_processors * decode.programs_per_sm
     return Pass(
         min_rows=1,
@@ -154,6 +164,18 @@ def _prefill_pass(
         num_warps=prefill.num_warps,
         num_stages=prefill.num_stages,
     )
+
+
+@functools.cache
+def _launch_for_rows(
+    decode: DecodeAttentionLaunch, block_m: int, padded_values: int
+) -> DecodeAttentionLaunch:
+    """Returns parameters with which the sums of a block stay in registers."""
+    if block_m <= decode.block_m or not decode.shares_evenly:
+        return decode
+    if block_m * padded_values > _MAX_SUMS_OF_4_WARPS:
+        return replace(decode, num_warps=max(8, decode.num_warps), programs_per_sm=1)
+    return replace(decode, programs_per_sm=min(2, decode.programs_per_sm))
 
 
 def _is_uniform(sizes: AttentionSizes) -> bool:

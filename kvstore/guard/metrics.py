@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from baton.common.observe.metrics import Histogram, MetricInfo, Metrics, Series, Snapshot
 from kvstore.guard.breaker import BreakerCounts
+from kvstore.jobs import cause_of
 from kvstore.store import StoreStats
 
 __all__ = ["METRICS", "BreakersOfDirections", "Direction", "KvMetrics", "TransferMetrics"]
@@ -138,7 +139,7 @@ class TransferMetrics:
 
     def failed(self, direction: Direction, error: str) -> None:
         """Counts a save or load that ended incomplete; for `error` see `LoadResult`."""
-        cause = error.replace(" ", "_")
+        cause = cause_of(error).replace(" ", "_")
         cause = cause if cause in CAUSES else "failed"
         self._metrics.add("baton_kv_failures", 1, direction, cause)
 

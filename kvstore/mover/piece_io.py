@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.codec import HEADER_BYTES, seal, verify
+from kvstore.codec import HEADER_BYTES, other_format, seal, verify
 from kvstore.guard.breaker import log_level_of
 from kvstore.guard.metrics import Direction, TransferMetrics
-from kvstore.jobs import MISSING, LoadJob, SaveJob
+from kvstore.jobs import CORRUPT, MISSING, LoadJob, SaveJob
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.io_threads import IoThreads, patience_s
 from kvstore.mover.pieces import JobState, Piece
@@ -295,9 +295,11 @@ class PieceIo:
         if padded[num_good] is GetStatus.MISSING:
             return num_good, MISSING
         key = piece.keys[num_good]
-        _logger.error("KV object %s is corrupt", key.hex())
+        reason = other_format(objects[num_good].header)
+        error = f"{CORRUPT}: {reason}" if reason else CORRUPT
+        _logger.error("KV object %s is %s", key.hex(), error)
         self._discard(key)
-        return num_good, "corrupt"
+        return num_good, error
 
     def _discard(self, key: bytes) -> None:
         """Removes a corrupt object from the backend if that is possible."""

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.handoff import KvHandoff
-from kvstore.jobs import MISSING, ConnectorWork, LoadResult, SaveResult, TransferResults
+from kvstore.jobs import (
+    CORRUPT,
+    MISSING,
+    ConnectorWork,
+    LoadResult,
+    SaveResult,
+    TransferResults,
+    cause_of,
+)
 
 __all__ = [
     "MemberParams",
@@ -73,7 +81,7 @@ def unpack_params(packed: bytes, num_members: int) -> list[MemberParams] | None:
 
 
 # With these errors the member answered, and may have the blocks after the one that it lacked.
-_ANSWERS = ("", MISSING, "corrupt")
+_ANSWERS = ("", MISSING, CORRUPT)
 
 
 @dataclass(slots=True)
@@ -148,7 +156,7 @@ class SplitLoad:
         if result.num_blocks:
             self.lacking.clear()  # a member that lacked that block may have the next
         self.lacking.add(self.member)
-        if result.error not in _ANSWERS:
+        if cause_of(result.error) not in _ANSWERS:
             self.given_up.add(self.member)
         if self.error in ("", MISSING):
             self.error = result.error or self.error

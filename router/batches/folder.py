@@ -1,7 +1,7 @@
 """`BatchFolder`: files and batches on disk, which several routers may share.
 
     runner.lock                    held by the process that runs the batches
-    queue/TIME.BATCH.TENANT        a batch that has not finished; an empty file
+    queue/TIME.END.BATCH.TENANT    a batch that has not finished, and expires at END; an empty file
     tenants/TENANT/files/          ID.json: a `FileRecord`; ID.jsonl: the content
     tenants/TENANT/batches/        ID.json: a `BatchRecord`; ID.cancel: the client wants its end
 
@@ -16,9 +16,9 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,8 +48,10 @@ MAX_BATCHES = 1000
 MAX_TTL_S = 30 * 24 * 3600
 """Files and finished batches are removed after so many seconds at the latest."""
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
-_TEMPORARY = ".tmp"
-_MAX_TEMPORARY_S = 3600
+_MARKER = re.compile(r"[0-9]+\.([0-9]+)\.(batch_[0-9a-f]{32})\.([0-9a-f]{32})")
+_TEMPORARY, _CONTENT = ".tmp", ".jsonl"
+_MAX_LEFT_S = 3600
+"""A younger file without a record may belong to a write that is under way."""
 _Record = TypeVar("_Record", FileRecord, BatchRecord)
 
 
@@ -58,21 +60,21 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
+@dataclass(frozen=True, slots=True)
 class QueuedBatch:
     """A batch in the queue.
-
-    Args:
-        marker: its file there.
 
     Attributes:
         marker: its file there.
         id: the batch's.
         tenant_key: the name of its client's folder.
+        expires_at: seconds since 1970 at which its requests expire.
     """
 
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-        _, self.id, self.tenant_key = marker.name.split(".")
+    marker: Path
+    id: str
+    tenant_key: str
+    expires_at: int
 
 
 class BatchFolder:
@@ -139,7 +141,7 @@ class BatchFolder:
 
     def content_path(self, tenant_key: str, file_id: str) -> Path:
         """The path of a file's content."""
-        return self._tenants / tenant_key / "files" / f"{file_id}.jsonl"
+        return self._tenants / tenant_key / "files" / f"{file_id}{_CONTENT}"
 
     def file(self, tenant: str, file_id: str) -> FileRecord:
         """A file of a client.
@@ -185,7 +187,7 @@ class BatchFolder:
             )
         self.write_batch(key, record)
         try:
-            self._enqueue(key, record.id)
+            self._enqueue(key, record)
         except OSError:
             self._record_path(key, "batches", record.id).unlink(missing_ok=True)
             raise
@@ -231,14 +233,17 @@ class BatchFolder:
             self._cancel_path(key_of(tenant), batch_id).touch()
         return self.batch(tenant, batch_id)
 
-    def is_cancelled(self, batch: QueuedBatch) -> bool:
-        """Whether the client wants the end of a batch."""
-        return self._cancel_path(batch.tenant_key, batch.id).exists()
+    def reason_to_stop(self, batch: QueuedBatch) -> str | None:
+        """`cancelled` if the client wants the end of a batch, `expired` at its time, else None."""
+        if self._cancel_path(batch.tenant_key, batch.id).exists():
+            return "cancelled"
+        return "expired" if self.now >= batch.expires_at else None
 
     def queue(self) -> Sequence[QueuedBatch]:
         """The batches that have not finished, the oldest first."""
         names = sorted(entry.name for entry in os.scandir(self._queue))
-        return [QueuedBatch(self._queue / name) for name in names if name.count(".") == 2]
+        markers = filter(None, map(_MARKER.fullmatch, names))
+        return [QueuedBatch(self._queue / m[0], m[2], m[3], int(m[1])) for m in markers]
 
     def leave_queue(self, batch: QueuedBatch) -> None:
         """Takes a finished batch out of the queue. Idempotent."""
@@ -248,7 +253,7 @@ class BatchFolder:
         """Removes what has expired, and what interrupted writes left behind. A batch that was never
         put into the queue is put there.
         """
-        _remove_temporaries(self._queue, self._clock())
+        self._remove_left(self._queue, _TEMPORARY)
         for tenant in list(self._tenants.iterdir()):
             try:
                 self._sweep_tenant(tenant.name)
@@ -257,22 +262,43 @@ class BatchFolder:
 
     def _sweep_tenant(self, key: str) -> None:
         for kind in ("files", "batches"):
-            _remove_temporaries(self._tenants / key / kind, self._clock())
+            self._remove_left(self._tenants / key / kind, _TEMPORARY)
         queued = self._queue_of(key)
-        in_use = {batch.input_file_id for batch in self._unfinished(key, queued)}
+        batches = self._records(BatchRecord, key, "batches")
+        unfinished = [batch for batch in batches if not batch.is_finished]
+        in_use = {batch.input_file_id for batch in unfinished}
         for file in self._records(FileRecord, key, "files"):
             if file.expires_at <= self.now and file.id not in in_use:
                 self._remove_file(key, file.id)
-        for batch in self._records(BatchRecord, key, "batches"):
+        if len(batches) == len(self._ids(key, "batches")):  # else one of another version may run
+            results = {name for batch in unfinished for name in (batch.output_id, batch.error_id)}
+            kept = results.union(self._ids(key, "files"))
+            self._remove_left(self._tenants / key / "files", _CONTENT, kept)
+        for batch in batches:
             finished_at = max(batch.times.values(), default=batch.created_at)
             if batch.is_finished and finished_at + MAX_TTL_S <= self.now:
                 self._cancel_path(key, batch.id).unlink(missing_ok=True)
                 self._record_path(key, "batches", batch.id).unlink(missing_ok=True)
             elif not batch.is_finished and batch.id not in queued:
-                self._enqueue(key, batch.id)  # twice does no harm: a finished one leaves
+                self._enqueue(key, batch)  # twice does no harm: a finished one leaves
 
-    def _enqueue(self, key: str, batch_id: str) -> None:
-        _write(self._queue / f"{time.time_ns():020}.{batch_id}.{key}", b"")
+    def _remove_left(self, folder: Path, suffix: str, kept: Container[str] = ()) -> None:
+        """Removes what interrupted writes have left in a folder.
+
+        Args:
+            folder: the folder.
+            suffix: of the files' names.
+            kept: names without it that stay.
+        """
+        for path in list(folder.glob(f"*{suffix}")):
+            with suppress(FileNotFoundError):
+                is_left = self._clock() - path.stat().st_mtime > _MAX_LEFT_S
+                if is_left and path.name.removesuffix(suffix) not in kept:
+                    path.unlink()
+
+    def _enqueue(self, key: str, batch: BatchRecord) -> None:
+        name = f"{time.time_ns():020}.{batch.expires_at}.{batch.id}.{key}"
+        _write(self._queue / name, b"")
 
     def _queue_of(self, key: str) -> Sequence[str]:
         """Ids of a client's batches in the queue, the oldest first."""
@@ -359,12 +385,3 @@ def _write(path: Path, content: bytes | memoryview) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _remove_temporaries(folder: Path, now: float) -> None:
-    if not folder.is_dir():
-        return
-    for path in list(folder.glob(f"*{_TEMPORARY}")):
-        with suppress(FileNotFoundError):
-            if now - path.stat().st_mtime > _MAX_TEMPORARY_S:
-                path.unlink()

@@ -91,11 +91,14 @@ class BatchRun:
         output, errors = self._files
         self._add(output if status in _SUCCESS else errors, custom_id, line)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the batch expires; 0 afterwards."""
+        return max(0.0, self._queued.expires_at - self._folder.now)
+
     def reason_to_stop(self) -> str | None:
         """`expired`, `cancelled` or None."""
-        if self._folder.is_cancelled(self._queued):
-            return "cancelled"
-        return "expired" if self._folder.now >= self.record.expires_at else None
+        return self._folder.reason_to_stop(self._queued)
 
     def checkpoint(self) -> None:
         """Lets clients see the progress, and waits until the disk has the results."""

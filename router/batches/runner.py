@@ -3,7 +3,8 @@
     lock     the runner.lock of the folder; the kernel frees it when its process ends
     queue    looked at every second, or when a client of this process changes something
     batches  several at once; each waits in turn for places, of which there are few; a request that
-             is refused for a time leaves its place to others
+             is refused for a time leaves its place to others; a batch that is cancelled or
+             expires while it waits ends without one
     results  appended one by one, so that a run that ends at any moment goes on elsewhere
 
 A batch's requests have a low priority, and at most half of the fleet's places: interactive traffic
@@ -16,7 +17,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _LOGGER = logging.getLogger("baton.batches")
 _MAX_BATCHES = 16
 """The most batches that run at once; the others wait in the queue."""
 _MAX_BATCHES_OF_TENANT = 4
+_MAX_ENDING = 4
+"""The most batches that end at once without having run: each has its input in memory."""
 _MAX_BYTES = 64 * 2**20
 _INTERVAL_S = 1.0
 _SWEEP_INTERVAL_S = 600.0
@@ -42,6 +45,8 @@ _FIRST_SERVER_ERROR = 500
 _MAX_FAILURES = 3
 """How often a request may fail in the server, other than by the load."""
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+_SLACK_S = 60.0
+"""Requests have no deadline but that their batch expires, which ends them before this one."""
 _NUM_THREADS = 4
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -67,7 +72,9 @@ class Answer:
 class CallApi(Protocol):
     """Calls the API as a client does, in this process."""
 
-    def __call__(self, tenant: str, path: str, body: bytes, request_id: str) -> Awaitable[Answer]:
+    def __call__(
+        self, tenant: str, path: str, body: bytes, request_id: str, timeout_s: float
+    ) -> Awaitable[Answer]:
         """Returns the answer.
 
         Args:
@@ -75,6 +82,7 @@ class CallApi(Protocol):
             path: the endpoint.
             body: the request's.
             request_id: names the request.
+            timeout_s: seconds until its deadline, however long other requests may take.
         """
 
 
@@ -104,7 +112,8 @@ class BatchRunner:
         self._interval_s = interval_s
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "batch-files")
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._of_tenants: Counter[str] = Counter()  # of those that run, by the client's folder
+        self._of_tenants: Counter[str] = Counter()  # of those with a place, by the client's folder
+        self._ending: set[str] = set()  # those of the running ones that have none
         self._not_before: dict[str, float] = {}
         self._woken = asyncio.Event()
 
@@ -148,8 +157,7 @@ class BatchRunner:
                 if loop.time() - swept_at > _SWEEP_INTERVAL_S:
                     swept_at = loop.time()
                     await self._in_thread(self._folder.sweep)
-                for queued in await self._in_thread(self._folder.queue):
-                    self._begin(queued)
+                await self._begin_batches()
             except OSError as error:
                 _LOGGER.error("cannot read the folder of batches, trying again: %s", error)
             self._slots.grant()
@@ -161,24 +169,47 @@ class BatchRunner:
                 await self._woken.wait()
         self._woken.clear()
 
+    async def _begin_batches(self) -> None:
+        """Starts batches of the queue: those for which there is room, and those that are to end."""
+        queue = await self._in_thread(self._folder.queue)
+        for queued in queue:
+            if self._has_room(queued):
+                self._of_tenants[queued.tenant_key] += 1
+                self._begin(queued)
+        waiting = [queued for queued in queue if self._may_begin(queued)]
+        for queued in await self._in_thread(self._to_end, waiting):
+            if len(self._ending) < _MAX_ENDING:
+                self._ending.add(queued.id)
+                self._begin(queued)
+
+    def _has_room(self, queued: QueuedBatch) -> bool:
+        """Whether a batch may begin to run."""
+        has_room = self._of_tenants.total() < _MAX_BATCHES
+        has_room = has_room and self._of_tenants[queued.tenant_key] < _MAX_BATCHES_OF_TENANT
+        return has_room and self._may_begin(queued)
+
+    def _may_begin(self, queued: QueuedBatch) -> bool:
+        """Whether a batch does not run, and has not failed just now."""
+        now = asyncio.get_running_loop().time()
+        return queued.id not in self._running and self._not_before.get(queued.id, now) <= now
+
+    def _to_end(self, batches: Sequence[QueuedBatch]) -> Sequence[QueuedBatch]:
+        """The batches that are cancelled or have expired. Waits for the disk."""
+        return [queued for queued in batches if self._folder.reason_to_stop(queued) is not None]
+
     def _begin(self, queued: QueuedBatch) -> None:
-        """Starts a batch, unless it runs, has just failed, or too many run."""
-        now, key = asyncio.get_running_loop().time(), queued.tenant_key
-        is_early = self._not_before.get(queued.id, now) > now
-        has_room = len(self._running) < _MAX_BATCHES
-        has_room = has_room and self._of_tenants[key] < _MAX_BATCHES_OF_TENANT
-        if queued.id in self._running or is_early or not has_room:
-            return
         self._not_before.pop(queued.id, None)
         task = asyncio.create_task(self._run_batch(queued))
         self._running[queued.id] = task
-        self._of_tenants[key] += 1
         task.add_done_callback(partial(self._end, queued))
 
     def _end(self, queued: QueuedBatch, task: asyncio.Task[None]) -> None:
         batch_id = queued.id
         del self._running[batch_id]
-        self._of_tenants -= Counter((queued.tenant_key,))  # without those that have none left
+        if batch_id in self._ending:
+            self._ending.discard(batch_id)
+        else:
+            self._of_tenants -= Counter((queued.tenant_key,))  # without those that have none left
         self.wake()
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -234,7 +265,9 @@ class BatchRunner:
         request_id = f"{record.id}-{request.number}"
         num_failures, wait_s = 0, _MIN_WAIT_S
         while True:
-            answer = await self._call(record.tenant, record.endpoint, request.body, request_id)
+            answer = await self._call(
+                *(record.tenant, record.endpoint, request.body, request_id), run.left_s + _SLACK_S
+            )
             num_failures += answer.status >= _FIRST_SERVER_ERROR and not answer.is_busy
             is_final = answer.status < _FIRST_SERVER_ERROR or num_failures >= _MAX_FAILURES
             if is_final and not answer.is_busy:

@@ -1,4 +1,5 @@
-"""`Slots`: how many requests of batches run at once, whose number follows the fleet's size.
+"""`Slots`: the places of requests of batches, whose number (`num_places`) follows the fleet's size
+and what clients wait for.
 
 `BatchSlots`: the places of one batch.
 """
@@ -7,9 +8,27 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["BatchSlots", "Slots"]
+__all__ = ["BatchSlots", "Slots", "num_places"]
 
 _MAX_RESTING = 4
+_MAX_PLACES = 128
+_SHARE, _SHARE_BESIDE = 1 / 2, 1 / 32
+"""Parts of what the replicas run: while no client waits for an answer, and beside those who do.
+Each sequence makes the steps of all others longer, and none is interrupted for another.
+"""
+_QUIET_S = 60.0
+"""Clients who send a request now and then would else meet as many of the batch each time."""
+
+
+def num_places(num_seats: int, quiet_s: float) -> int:
+    """How many requests of batches may run at once.
+
+    Args:
+        num_seats: how many requests may run.
+        quiet_s: seconds since a client has waited for an answer.
+    """
+    share = _SHARE if quiet_s >= _QUIET_S else _SHARE_BESIDE
+    return max(1, min(int(num_seats * share), _MAX_PLACES))
 
 
 class Slots:

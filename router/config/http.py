@@ -91,9 +91,10 @@ class HttpConfig:
         check_port("--port", self.port)
         if self.uds is not None:
             self._check_socket(self.uds)
-        if self.batch_folder is not None and not (self.batch_folder and self.is_on):
+        folder = self.batch_folder
+        if folder is not None and (not folder or "\0" in folder or not self.is_on):
             raise ConfigurationError(
-                f"--batch-folder is {self.batch_folder!r}; it must be a path, and needs HTTP"
+                f"--batch-folder is {folder!r}; it must be a path, and needs HTTP"
             )
         for name in (
             "max_request_bytes",

@@ -6,13 +6,11 @@ goes to the server with the least load, whose router answers it in the shape of 
 """
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from baton.common.addresses import join_host_port, split_host_port
 from baton.common.errors import (
     BatonError,
     FailedPreconditionError,
@@ -22,6 +20,7 @@ from baton.common.errors import (
 )
 from router.endpoint_picker.exchange import Picked, RefusedError
 from router.endpoint_picker.messages import AskedRequest
+from router.endpoint_picker.servers import Servers
 from router.http.errors import Problem, problem_of
 from router.http.prompt_reader import PROMPT_PATHS, PromptReader
 from router.models import Model, Models
@@ -45,19 +44,18 @@ class EndpointPicker:
     Args:
         models: the served models.
         tenants: the clients, whose cached prompts are apart.
-        endpoint_port: the port of all servers.
+        servers: the servers beside the models' decode workers.
         timeout_s: after so long, no request counts as a server's load.
     """
 
     def __init__(
-        self, models: Models, tenants: Tenants, endpoint_port: int, timeout_s: float
+        self, models: Models, tenants: Tenants, servers: Servers, timeout_s: float
     ) -> None:
         self._models = models
         self._tenants = tenants
         self._reader = PromptReader(models)
-        self._endpoint_port = endpoint_port
+        self._servers = servers
         self._timeout_s = timeout_s
-        self._has_warned = False
 
     @staticmethod
     def uses_body(asked: AskedRequest) -> bool:
@@ -80,7 +78,7 @@ class EndpointPicker:
             picked = self._pick(asked.subset, read, deadline)
         except (UnavailableError, ResourceExhaustedError) as error:
             raise RefusedError(_problem(error)) from error
-        endpoint = self._endpoint(picked.address)
+        endpoint = self._servers.endpoint(picked.address)
         assert endpoint is not None, "only replicas with an endpoint may be chosen"
         return Picked(endpoint, picked.release)
 
@@ -107,47 +105,27 @@ class EndpointPicker:
         deadline: float,
     ) -> PickedReplica:
         def may_take(address: str) -> bool:
-            endpoint = self._endpoint(address)
+            endpoint = self._servers.endpoint(address)
             if endpoint is None or subset is None:
                 return endpoint is not None
             return endpoint in subset or _host(endpoint) in subset
 
         models: Iterable[Model] = self._models
+        answers = self._servers.answers
         if read is not None:
             model, request = read
             models = (model,)
             try:
-                return model.picking.pick(request, may_take)
+                return model.picking.pick(request, may_take, answers)
             except FailedPreconditionError:
                 _LOGGER.debug("picks by load, as no replica can hold the request")
         *others, last = models
         for model in others:
             try:
-                return model.picking.pick_least_loaded(deadline, may_take)
+                return model.picking.pick_least_loaded(deadline, may_take, answers)
             except UnavailableError:
                 continue
-        return last.picking.pick_least_loaded(deadline, may_take)
-
-    def _endpoint(self, address: str) -> str | None:
-        """The server beside a replica; None if the replica's address is a name, to which Envoy
-        cannot connect.
-        """
-        split = split_host_port(address)
-        assert split is not None, "the address of a replica is host:port"
-        host = split[0].strip("[]")
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            if not self._has_warned:
-                self._has_warned = True
-                _LOGGER.warning(
-                    "the endpoint picker does not choose %s: it names servers by their IP "
-                    "addresses; use dns:///%s in --decode",
-                    address,
-                    address,
-                )
-            return None
-        return join_host_port(host, self._endpoint_port)
+        return last.picking.pick_least_loaded(deadline, may_take, answers)
 
 
 def _host(endpoint: str) -> str:

@@ -1,7 +1,7 @@
 """`PickerService`: the gRPC server on which Envoy asks for the server of each request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from baton.v1 import endpoint_picker_pb2 as pb
 from router.config.router import RouterConfig
 from router.endpoint_picker.exchange import Exchange, HeldBytes
 from router.endpoint_picker.picker import EndpointPicker
+from router.endpoint_picker.servers import Servers
 from router.models import Models
 from router.security import RouterSecurity
 from rpc.channels import MAX_MESSAGE_BYTES
@@ -38,6 +39,7 @@ class PickerService:
 
     Attributes:
         server: the server.
+        servers: the routers that it names; the caller runs their checks.
     """
 
     def __init__(
@@ -52,8 +54,17 @@ class PickerService:
         self._held = HeldBytes(most_bytes, _MAX_BODIES * most_bytes)
         self._body_timeout_s = config.http.body_timeout_s
         self._answer_timeout_s = config.default_timeout_s + _SLACK_S
+
+        def read_addresses() -> Iterable[str]:
+            return (r.address for model in models for r in model.fleet.decode.candidates)
+
+        self.servers = Servers(
+            read_addresses,
+            config.picker.endpoint_port,
+            has_tls=security.certificates is not None,
+        )
         self._picker = EndpointPicker(
-            models, security.tenants, config.picker.endpoint_port, config.default_timeout_s
+            models, security.tenants, self.servers, config.default_timeout_s
         )
         access = replace(
             security.proxy_access(),

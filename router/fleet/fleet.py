@@ -106,6 +106,8 @@ class Fleet:
         )
         self.decode = self._make_tier(decode, prefill, DecodeReplica, self.prefill.at)
         self._seen_capacities = self._capacities()
+        self._serving: Sequence[DecodeReplica] = ()  # those that `_served` was made of
+        self._served: tuple[ServedModel, RequestLimits] | None = None
 
     def start(self) -> None:
         """Begins to look for replicas."""
@@ -193,15 +195,11 @@ class Fleet:
 
     def served(self) -> tuple[ServedModel, RequestLimits] | None:
         """The served model and the limits of the decode replicas; None if none takes requests."""
-        model, candidates = self.model, self.decode.candidates
-        if model is None or not candidates:
-            return None
-        return model, RequestLimits(
-            vocab_size=model.vocab_size,
-            max_model_len=min(replica.info.max_model_len for replica in candidates),
-            max_pool_tokens=max(replica.info.max_pool_tokens for replica in candidates),
-            max_candidates=max(replica.info.max_num_seqs for replica in candidates),
-        )
+        candidates = self.decode.candidates
+        if candidates != self._serving:  # each request asks
+            self._serving = candidates
+            self._served = _served_by(candidates)
+        return self._served
 
     async def wait_for_change(self) -> None:
         """Returns when a replica has started or stopped taking requests, or has room again."""
@@ -324,6 +322,19 @@ class Fleet:
                 _check_agreement(replica, self.decode.connected)
             except FailedPreconditionError as error:
                 replica.drop(error)
+
+
+def _served_by(replicas: Sequence[DecodeReplica]) -> tuple[ServedModel, RequestLimits] | None:
+    """The model of decode replicas, which agree with each other, and their limits."""
+    if not replicas:
+        return None
+    model = ServedModel.from_info(replicas[0].info)
+    return model, RequestLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=min(replica.info.max_model_len for replica in replicas),
+        max_pool_tokens=max(replica.info.max_pool_tokens for replica in replicas),
+        max_candidates=max(replica.info.max_num_seqs for replica in replicas),
+    )
 
 
 def _check_agreement(replica: Replica, others: Sequence[Replica]) -> None:

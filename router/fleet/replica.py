@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -188,6 +188,11 @@ class Replica:
         return self._load.backlog_s
 
     @property
+    def num_requests(self) -> int:
+        """Requests that run, wait or are on their way there, of all routers."""
+        return self._load.num_requests
+
+    @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that it has found in its prefix cache lately."""
         return self._load.hit_rate
@@ -204,16 +209,20 @@ class Replica:
     @contextmanager
     def attempt(self, record: RequestRecord) -> Iterator[Attempt]:
         """Adds a call of this replica to a request's record; counts its end for the breaker."""
-        with ExitStack() as ends, record.attempt(self.tier_name, self.address) as attempt:
-            ends.callback(self._count_end, attempt, self._breaker.begin())
-            yield attempt
+        call, attempt = self._breaker.begin(), None
+        try:
+            with record.attempt(self.tier_name, self.address) as attempt:
+                yield attempt
+        finally:
+            if attempt is not None:  # it has its error only now
+                self._count_end(attempt, call)
 
     def _count_end(self, attempt: Attempt, call: int) -> None:
         if attempt.error in _FAULTS and not self.is_leaving:
             self._breaker.fail(call)
         elif attempt.first_output_at is not None:  # also if the client has left with all it needs
             self._breaker.succeed(call)
-        self._note_change()
+        self._note_request()
 
     @contextmanager
     def reserve(
@@ -242,10 +251,11 @@ class Replica:
             self._breaker.begin()  # a probe is taken when it is reserved, before its call begins
         try:
             with reserved as note_sent:
-                self._note_change()
+                self._note_request()
                 yield note_sent
         finally:
-            self._note_change()
+            self._note_request()
+            self._note_space()
 
     @property
     def num_blocks(self) -> int:
@@ -338,7 +348,19 @@ class Replica:
         if now != self._shown:
             self._shown = now
             self._on_change()
-        elif self.has_space:
+        else:
+            self._note_space()
+
+    def _note_request(self) -> None:
+        """Reports what the begin or the end of a request of this router may have changed: having
+        room for further ones, or being ejected.
+        """
+        _, has_room, _, is_ejected, _ = self._shown
+        if self._load.has_room != has_room or self._breaker.is_open != is_ejected:
+            self._note_change()
+
+    def _note_space(self) -> None:
+        if self.has_space:
             self._on_space()
 
     async def _watch_load(self) -> None:

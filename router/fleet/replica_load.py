@@ -143,7 +143,13 @@ class ReplicaLoad:
     def has_room(self) -> bool:
         """Whether the replica can queue one more request."""
         most = self._max_num_requests
-        return not self._refuses_all and (not most or self._num_requests < most)
+        return not self._refuses_all and (not most or self.num_requests < most)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it has, of all routers. The own ones are known in any case."""
+        with_on_way = self._num_reported + self._on_way_sum.num_requests
+        return max(with_on_way, self._live_sum.num_requests)
 
     @property
     def backlog_s(self) -> float:
@@ -175,7 +181,7 @@ class ReplicaLoad:
         """Whether the replica has so few prompts to compute that it might soon lack some."""
         self._drop_expired(self._clock())
         num_tokens = self._num_queued_tokens + self._on_way_sum.num_tokens
-        return num_tokens < _MAX_QUEUED_TOKENS or self._num_requests < _MIN_QUEUED_PROMPTS
+        return num_tokens < _MAX_QUEUED_TOKENS or self.num_requests < _MIN_QUEUED_PROMPTS
 
     def note_full(self, spec: RequestSpec) -> None:
         """Notes that the replica has refused a request for lack of room, until its next report."""
@@ -238,7 +244,7 @@ class ReplicaLoad:
         return Candidate(
             replica_id=info.worker_id,
             address=self._address,
-            num_requests=self._num_requests,
+            num_requests=self.num_requests,
             num_seats=max(self._num_seats, 1),
             num_queued_tokens=self._num_queued_tokens + on_way.num_tokens,
             queue_s=self.backlog_s,
@@ -260,12 +266,6 @@ class ReplicaLoad:
         reported = self._free_blocks - on_way
         # Requests that wait in the worker hold no blocks yet, but will.
         return max(min(reported, self.num_blocks - self._live_sum.num_blocks), 0)
-
-    @property
-    def _num_requests(self) -> int:
-        """Requests that it has, of all routers. The own ones are known in any case."""
-        with_on_way = self._num_reported + self._on_way_sum.num_requests
-        return max(with_on_way, self._live_sum.num_requests)
 
     def _drop(self, number: int) -> None:
         """Ends a request, unless its deadline has done so."""

@@ -12,7 +12,9 @@ from baton.v1 import worker_pb2
 __all__ = ["RequestLimits", "ServedModel", "StoreAgreement", "check_tokenizer"]
 
 _SUMMARIES = ("kv_form", "namespace")
-"""Fields that summarize others; a difference in them is reported only if it is the only one."""
+"""Fields that summarize others. The namespace is a digest of them, and the form the same in words,
+which other versions may choose. They are reported only if the namespace is the only difference.
+"""
 _LOGGER = logging.getLogger("baton.router")
 
 
@@ -54,7 +56,9 @@ class ServedModel:
     def differences(self, other: "ServedModel") -> str:
         """Names each field that differs, with both values; empty if no field differs."""
         differing = [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)]
-        named = [name for name in differing if name not in _SUMMARIES] or differing[:1]
+        named = [name for name in differing if name not in _SUMMARIES]
+        if not named and "namespace" in differing:
+            named = differing[:1]
         return "; ".join(
             f"{name} is {_shown(getattr(other, name))}, "
             f"the cluster's is {_shown(getattr(self, name))}"

@@ -113,10 +113,6 @@ class Tier(Generic[ReplicaT]):
         """Returns the connected replica at an address; None without one."""
         return self._connected.get(address)
 
-    def lists(self, address: str) -> bool:
-        """Whether discovery lists an address for this tier now."""
-        return address in self._own
-
     @property
     def candidates(self) -> Sequence[ReplicaT]:
         """The replicas that take new requests. Any thread may read them, as metrics do."""

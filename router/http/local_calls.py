@@ -28,7 +28,9 @@ class LocalCalls:
         self._app = app
         self._tenants = tenants
 
-    async def __call__(self, tenant: str, path: str, body: bytes, request_id: str) -> Answer:
+    async def __call__(
+        self, tenant: str, path: str, body: bytes, request_id: str, timeout_s: float
+    ) -> Answer:
         """Returns the answer; errors are answers, too.
 
         Args:
@@ -36,13 +38,15 @@ class LocalCalls:
             path: the endpoint.
             body: JSON.
             request_id: names the request.
+            timeout_s: seconds until its deadline.
         """
         exchange = _Exchange(body)
         scope = _scope(self._app, path, request_id)
         try:
             caller = self._tenants.named(tenant)
             caller.check_tokens()
-            with serving(CallInfo(request_id, caller=caller, is_counted=False)):
+            call = CallInfo(request_id, caller=caller, is_counted=False, timeout_s=timeout_s)
+            with serving(call):
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:
             exchange = _Exchange(body)

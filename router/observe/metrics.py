@@ -4,9 +4,11 @@ A request is counted once, when it ends, from its record. Times of its tokens ar
 engine that makes them (docs/metrics.md).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.common.errors import BatonError
 from baton.common.observe.metrics import MetricInfo, Metrics, Series, Snapshot, buckets_between
 from router.observe.request_record import Attempt, RequestRecord
 
@@ -18,12 +20,18 @@ _LONG_S = buckets_between(1e-3, 500.0)
 _STAGES = ("queue", "prefill", "transfer", "load", "decode")
 _TIERS = ("prefill", "decode")
 _STATES = ("connected", "ready", "ejected")
+_ERRORS = tuple(sorted({kind.code for kind in BatonError.__subclasses__()}))
+_OUTCOMES = ("stop", "length", "aborted", *_ERRORS)
+_HTTP_STATUSES = (
+    *("200", "400", "401", "403", "404", "405", "408", "409", "413", "415", "429", "431"),
+    *("499", "500", "501", "503", "504"),
+)
 REFUSALS = (
     *("credentials", "permission", "concurrency", "request_rate", "token_rate"),
     *("overload", "slo_ttft", "slo_tpot"),
 )
-_REPLICA = {"model": None, "tier": _TIERS, "replica": None}
 """Reasons of `baton_router_refused_calls`."""
+_REPLICA = {"model": None, "tier": _TIERS, "replica": None}
 
 # Names of counters lack the suffix `_total`, which Prometheus adds.
 METRICS: dict[str, MetricInfo] = {
@@ -90,6 +98,9 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "baton_router_replica_backlog_seconds": MetricInfo(
         "gauge", "Prompt work that a replica has still to do.", _REPLICA, across="max"
+    ),
+    "baton_router_replica_requests": MetricInfo(
+        "gauge", "Requests that run, wait or are on their way at a replica.", _REPLICA, across="max"
     ),
     "baton_router_replica_hit_ratio": MetricInfo(
         "gauge",
@@ -194,6 +205,7 @@ class ReplicaGauges:
         tier: prefill or decode.
         replica: its `host:port`.
         backlog_s: seconds of prompt work that it has still to do.
+        num_requests: requests that run, wait or are on their way there, of all routers.
         hit_rate: the share of prompt tokens that it has found in its prefix cache lately.
     """
 
@@ -201,6 +213,7 @@ class ReplicaGauges:
     tier: str
     replica: str
     backlog_s: float
+    num_requests: int
     hit_rate: float
 
 
@@ -227,14 +240,40 @@ class RouterMetrics:
         self.read_waiting: Callable[[], Mapping[str, int]] = dict
         self._metrics = Metrics(METRICS)
 
-    def count_call(self, protocol: str, status: str) -> None:
+    def expect(self, models: Sequence[str], tenants: Sequence[str]) -> None:
+        """Makes the series that these models and tenants will have, with 0: Prometheus takes the
+        first value of a series for its beginning, so that a rate would miss the first event.
+
+        Args:
+            models: names of models.
+            tenants: names of tenants; few, since 100 are distinguished.
+        """
+        known = {
+            "model": models,
+            "tenant": tenants,
+            "outcome": _OUTCOMES,
+            "result": ("ok", *_ERRORS),
+        }
+        for name, info in METRICS.items():
+            values = (stated or known.get(label, ()) for label, stated in info.labels.items())
+            for labels in itertools.product(*values):
+                if info.kind == "counter":
+                    self._metrics.add(name, 0, *labels)
+                elif info.kind == "histogram":
+                    self._metrics.observe(name, 0, *labels, count=0)
+        for protocol, statuses in (("grpc", ("OK", *_ERRORS)), ("http", _HTTP_STATUSES)):
+            for status in statuses:
+                self.count_call(protocol, status, 0)
+
+    def count_call(self, protocol: str, status: str, amount: int = 1) -> None:
         """Counts a call of a client that has ended.
 
         Args:
             protocol: grpc or http.
             status: the name of a gRPC status, or the number of an HTTP status.
+            amount: how many.
         """
-        self._metrics.add("baton_router_calls", 1, protocol, status)
+        self._metrics.add("baton_router_calls", amount, protocol, status)
 
     def count_refusal(self, reason: str) -> None:
         """Counts a call that was refused for one of `REFUSALS`."""
@@ -268,6 +307,7 @@ class RouterMetrics:
         for gauges in self.read_replicas():
             labels = gauges.model, gauges.tier, gauges.replica
             read["baton_router_replica_backlog_seconds", *labels] = gauges.backlog_s
+            read["baton_router_replica_requests", *labels] = gauges.num_requests
             read["baton_router_replica_hit_ratio", *labels] = gauges.hit_rate
         for cache in self.read_caches():
             read |= cache.series()

@@ -72,7 +72,7 @@ class Attempt:
             self.cached_tokens = output.cached_tokens
         if output.stages is not None:
             new = {name: ms for name in STAGES if (ms := getattr(output.stages, name))}
-            self.timings = replace(self.timings, **new)
+            self.timings = replace(self.timings, **new) if new else self.timings
 
 
 @dataclass(kw_only=True)

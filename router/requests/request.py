@@ -34,11 +34,12 @@ from router.requests.validation import (
     returnable_params,
 )
 from router.routing.cache_index import CacheIndex, CacheMatch, LastMatch
+from router.routing.candidate import Prompt
 
 __all__ = ["RoutedRequest", "SpecMaker", "prepare_request", "tokenize_prompt"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RoutedRequest:
     """A request, and the facts about its prompt that replicas are chosen by.
 
@@ -50,6 +51,10 @@ class RoutedRequest:
         record: the request's times, which grow with its attempts.
         share: what it takes of its tenant's share.
         last_match: the last look-up of its prompt in the index of caches.
+        last_prompt: what replicas were compared for last; None once the request was sent.
+        num_prompt_tokens: tokens in the prompt.
+        num_prompt_blocks: blocks of `block_size` tokens that hold the prompt, the partial one
+            included.
     """
 
     spec: RequestSpec
@@ -59,16 +64,13 @@ class RoutedRequest:
     record: RequestRecord = field(default_factory=RequestRecord)
     share: Share = field(default_factory=Share)
     last_match: LastMatch = field(default_factory=LastMatch)
+    last_prompt: Prompt | None = None
+    num_prompt_tokens: int = field(init=False)
+    num_prompt_blocks: int = field(init=False)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.spec.prompt_token_ids)
-
-    @property
-    def num_prompt_blocks(self) -> int:
-        """Blocks of `block_size` tokens that hold the prompt, the partial one included."""
-        return -(-self.num_prompt_tokens // self.block_size)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.spec.prompt_token_ids)
+        self.num_prompt_blocks = -(-self.num_prompt_tokens // self.block_size)
 
     def match(self, index: CacheIndex) -> CacheMatch:
         """Returns how much of the prompt the replicas cache now, or did a moment ago."""

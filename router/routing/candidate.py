@@ -19,9 +19,10 @@ _KEY_TOKENS = 1024
 prompts share would make them one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A replica at the moment of choosing.
+    """A replica at the moment of choosing. Nothing changes it, but each request makes some, and a
+    frozen one takes longer to make.
 
     A block has as many tokens as one block key stands for, whatever the replica's own
     block size is.
@@ -84,21 +85,15 @@ class Candidate:
         next_token_s = (self.num_requests + 1) / self.num_seats * self.decode_step_s
         fullness = used_share, self.cached_share, self.recent_work, self.num_requests
         token_s, load_s = self.prompt_token_s / weight, self.load_token_s / weight
-        derived = {
-            "used_share": used_share,
-            "fullness": fullness,
-            "has_speeds": self.prompt_token_s > 0 and self.decode_step_s > 0,
-            "next_token_s": next_token_s,
-            "prefill_facts": (id_, self.queue_s / weight, token_s, fullness),
-            "decode_facts": (id_, next_token_s / weight, load_s, num_free_blocks, fullness),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        self.used_share, self.fullness, self.next_token_s = used_share, fullness, next_token_s
+        self.has_speeds = self.prompt_token_s > 0 and self.decode_step_s > 0
+        self.prefill_facts = id_, self.queue_s / weight, token_s, fullness
+        self.decode_facts = id_, next_token_s / weight, load_s, num_free_blocks, fullness
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Prompt:
-    """A request to be placed.
+    """A request to be placed. Nothing changes it, as with `Candidate`.
 
     Attributes:
         num_tokens: tokens of its prompt; at least 1.

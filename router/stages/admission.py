@@ -13,6 +13,7 @@ from baton.common.errors import (
 )
 from router.config.router import MAX_WAITING
 from router.processes.counts import Account, Accounts, LocalAccounts
+from router.stages.interactive import Interactive
 
 __all__ = ["Admission", "Entrance", "Turns"]
 
@@ -79,6 +80,7 @@ class Admission:
 
     Attributes:
         read_num_seats: returns how many requests the replicas run at once.
+        interactive: those of the running requests for which clients wait.
         rendering: turns of chat templates.
         tokenizing: turns of calls that want tokens, or their text, and nothing else.
     """
@@ -86,6 +88,7 @@ class Admission:
     def __init__(self, max_requests: int | None = None, accounts: Accounts | None = None) -> None:
         accounts = accounts or LocalAccounts()
         self.read_num_seats: Callable[[], int] = int
+        self.interactive = Interactive(accounts)
         self.rendering = Turns("a chat template", max_requests or MAX_WAITING)
         self.tokenizing = Turns("the tokenizer", _MAX_TOKENIZING)
         self._max_requests = max_requests
@@ -126,7 +129,7 @@ class Admission:
         if not self._ids.begin(client, request_id):
             raise AlreadyExistsError.for_request_id(request_id)
         try:
-            with self._counted(client, weight):
+            with self._counted(client, weight), self.interactive.running():
                 yield
         finally:
             self._ids.end(client, request_id)

@@ -347,7 +347,9 @@ class Backlog:
         """
         usual_s = self._usual_s(max_tokens)
         expected_s = self._scaled(usual_s, num_ahead)
-        if num_ahead >= self._num_seats() or not (step_s := self._full_step_s()):
+        if expected_s <= usual_s or num_ahead >= self._num_seats():
+            return expected_s
+        if not (step_s := self._full_step_s()):
             return expected_s
         full_s = step_s * self._usual_tokens(max_tokens)
         return min(expected_s, max(usual_s, self._scaled(self._wait_s.value, num_ahead) + full_s))

@@ -25,10 +25,10 @@ class Completion:
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, record: RequestRecord) -> None:
         self._request_id = spec.client_id
         text = TextStream(tokenizer, spec)
+        texts = (text, *(text.fork() for _ in range(1, spec.params.n)))
         asks = spec.params.logprobs is not None
         self._running = {
-            index: _Candidate(text.fork(), spec.stop_token_ids, asks)
-            for index in range(spec.params.n)
+            index: _Candidate(text, spec.stop_token_ids, asks) for index, text in enumerate(texts)
         }
         self._record = record
         self._usage = record.usage

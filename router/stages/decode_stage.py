@@ -187,9 +187,10 @@ class DecodeStage:
             seat = ExitStack()  # is free once the replica has ended, if the client reads or not
             note_sent = seat.enter_context(reserved)
             ends.callback(seat.close)
-            pull = None if is_loaded else self._pulls.plan(request, replica)
-            pulled = await self._pulls.borrow(request, pull, own)
-            ends.callback(pulled.release)
+            pulled = HeldHandoff()
+            if not is_loaded and (pull := self._pulls.plan(request, replica)) is not None:
+                pulled = await self._pulls.borrow(request, pull, own)
+                ends.callback(pulled.release)
             command = decode_pb2.ConnectRequest()  # is written in place: no part of it is copied
             start = command.start
             spec_to_proto(spec, start.spec)

@@ -16,10 +16,10 @@ from router.fleet.tier_replicas import DecodeReplica
 from router.requests.request import RoutedRequest
 from router.stages.placement import Placement, refusal
 
-__all__ = ["MayTake", "PickedReplica", "Picking"]
+__all__ = ["AddressCheck", "PickedReplica", "Picking"]
 
-MayTake = Callable[[str], bool]
-"""Whether a replica may be chosen, given its `host:port`."""
+AddressCheck = Callable[[str], bool]
+"""Says something of a replica, given its `host:port`."""
 
 
 class PickedReplica(NamedTuple):
@@ -67,7 +67,9 @@ class Picking:
         self._fleet.require_model()  # else it would wait for one
         return await self._route(request, deadline)
 
-    def pick(self, request: RoutedRequest, may_take: MayTake) -> PickedReplica:
+    def pick(
+        self, request: RoutedRequest, may_take: AddressCheck, answers: AddressCheck
+    ) -> PickedReplica:
         """Chooses a replica by the router's policy.
 
         One that would start the request soon comes before one that would only queue it.
@@ -75,13 +77,14 @@ class Picking:
         Args:
             request: the request.
             may_take: whether a replica may be chosen.
+            answers: whether the router beside a replica answers; the others come last.
 
         Raises:
             UnavailableError: none is ready.
             FailedPreconditionError: none can ever hold the request.
             ResourceExhaustedError: all are full.
         """
-        ready = self._ready(may_take)
+        ready = self._ready(may_take, answers)
         ids = {replica.replica_id for replica in ready}
         others = [r for r in self._fleet.decode.candidates if r.replica_id not in ids]
         refused = frozenset(replica.replica_id for replica in others)
@@ -94,26 +97,29 @@ class Picking:
         placement.expect(request, replica)
         return _held(replica, num_blocks, request.spec.deadline)
 
-    def pick_least_loaded(self, deadline: float, may_take: MayTake) -> PickedReplica:
+    def pick_least_loaded(
+        self, deadline: float, may_take: AddressCheck, answers: AddressCheck
+    ) -> PickedReplica:
         """Chooses the replica with the fewest requests for its seats, for a request of which no
         more is known.
 
         Args:
             deadline: `time.monotonic()` at which the request has ended in any case.
             may_take: whether a replica may be chosen.
+            answers: whether the router beside a replica answers; the others come last.
 
         Raises:
             UnavailableError: none is ready.
         """
-        return _held(min(without_ejected(self._ready(may_take)), key=_load), 0, deadline)
+        return _held(min(without_ejected(self._ready(may_take, answers)), key=_load), 0, deadline)
 
-    def _ready(self, may_take: MayTake) -> list[DecodeReplica]:
+    def _ready(self, may_take: AddressCheck, answers: AddressCheck) -> list[DecodeReplica]:
         ready = [r for r in self._fleet.decode.candidates if may_take(r.address)]
         if not ready:
             raise none_ready(" at the addresses that may be chosen")
-        # A worker stays connected when its pod is not listed any more, since the router there has
-        # failed; and none is beside a worker of the other tier that decodes for now.
-        return [r for r in ready if self._fleet.decode.lists(r.address)] or ready
+        # A worker stays connected when the router beside it has failed; and none is beside a worker
+        # of the other tier that decodes for now.
+        return [r for r in ready if answers(r.address)] or ready
 
 
 def _held(replica: DecodeReplica, num_blocks: int, deadline: float | None) -> PickedReplica:

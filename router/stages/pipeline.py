@@ -12,7 +12,7 @@ finish, cancel, deadline: every tier frees the request  here, as generators clos
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.picking import Picking
-from router.stages.placement import Placement
+from router.stages.placement import Placement, PromptPlan
 from router.stages.prefill_stage import PrefillStage
 from router.stages.pulling import PrefixPulls
 from router.tenants.tenant import Tenant, tenant_of_call
@@ -252,7 +252,8 @@ class Pipeline:
         maker = SpecMaker(self._tokenizer, limits, model.eos_token_ids, self._marks)
         routed = await prepare_request(request, prompt, params, maker, model, deadline, record)
         record.note_params(routed.spec.params)
-        return self._with_share(routed)
+        routed.share = self._share_of(routed)
+        return routed
 
     async def _route(self, request: GenerationRequest, deadline: float) -> RoutedRequest:
         """Prepares the first prompt of a request that another router runs."""
@@ -261,18 +262,17 @@ class Pipeline:
         record.session = session_key(tenant_of_call().name, session_of_call())
         return await self._prepare(request, request.prompts[0], params, deadline, record)
 
-    def _with_share(self, routed: RoutedRequest) -> RoutedRequest:
-        """Returns a request with the tokens that it will probably use."""
+    def _share_of(self, routed: RoutedRequest) -> Share:
+        """What a request takes of its tenant's share: the tokens that it will probably use."""
         params = routed.spec.params
         num_tokens = self._backlog.expected_tokens(params.max_tokens) * params.num_candidates
         tenant = tenant_of_call().share
-        share = Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
-        return replace(routed, share=share)
+        return Share(tenant.tenant, tenant.weight, routed.num_prompt_tokens + num_tokens)
 
     async def _validated(self, request: GenerationRequest) -> SamplingParams:
         """Checks a request; a thread checks long lists, which would delay other requests."""
         arguments = request, self._default_params
-        sizes = (len(value) for value in request.stated.values() if isinstance(value, Sized))
+        sizes = (len(value) for value in request.stated.values() if hasattr(value, "__len__"))
         if "extra_args" not in request.stated and sum(sizes) <= MAX_INLINE_LENGTH:
             return validate_request(*arguments)
         return await asyncio.to_thread(validate_request, *arguments)
@@ -290,16 +290,17 @@ class Pipeline:
         request.record.mark_routed()
         handoff = HeldHandoff()
         try:
-            async with aclosing(
-                self._prefill_outputs(request, replica, progress, handoff)
-            ) as outputs:
-                async for output in outputs:
-                    self._backlog.note_first_token(place)
-                    if output.is_last:
-                        self._backlog.begin(place)
-                    yield output
-                    if output.is_last:
-                        return
+            plan = self._placement.plan_prompt(request, replica)
+            if plan.is_remote:
+                prefill = self._prefill_outputs(request, replica, plan, progress, handoff)
+                async with aclosing(prefill) as outputs:
+                    async for output in outputs:
+                        self._backlog.note_first_token(place)
+                        if output.is_last:
+                            self._backlog.begin(place)
+                        yield output
+                        if output.is_last:
+                            return
             async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
                 async for output in outputs:
                     self._backlog.begin(place)
@@ -336,13 +337,11 @@ class Pipeline:
         self,
         request: RoutedRequest,
         replica: DecodeReplica,
+        plan: PromptPlan,
         progress: Progress,
         handoff: HeldHandoff,
     ) -> AsyncGenerator[CandidateOutput, None]:
-        """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
-        plan = self._placement.plan_prompt(request, replica)
-        if not plan.is_remote:
-            return
+        """Yields the prefill tier's outputs, if a remote prefill is possible."""
         outputs = self._prefill.run(request, replica, progress, handoff)
         deadline = request.spec.deadline
         with replica.reserve(num_blocks=plan.missing_blocks, is_sent=False, deadline=deadline):

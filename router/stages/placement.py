@@ -9,7 +9,7 @@ from router.fleet.fleet import RETRY_AFTER_S, Fleet
 from router.fleet.replica import Replica, ReplicaT, without_ejected
 from router.fleet.tier_replicas import DecodeReplica, PrefillReplica
 from router.requests.request import RoutedRequest
-from router.routing.cache_index import CacheIndex
+from router.routing.cache_index import CacheIndex, CacheMatch
 from router.routing.candidate import Prompt, beginning_key
 from router.routing.costs import (
     PrefillPlaces,
@@ -166,7 +166,8 @@ class Placement:
         """Notes that a request was sent to a replica, which will cache its prompt."""
         self._sessions.note(request.record.session, replica.tier_name, replica.replica_id)
         self._index.expect(replica.replica_id, request.block_keys)
-        request.last_match.match = None  # it would take memory for as long as the answer streams
+        # They would take memory for as long as the answer streams.
+        request.last_match.match = request.last_prompt = None
 
     def note_answer(self, num_tokens: int) -> None:
         """Notes how many tokens a request has generated; those without any do not count."""
@@ -174,11 +175,18 @@ class Placement:
             self._num_output_tokens += _RATE * (num_tokens - self._num_output_tokens)
 
     def _prompt(self, request: RoutedRequest) -> Prompt:
+        """What replicas are compared for, made once for each look-up of the prompt."""
+        match, prompt = request.match(self._index), request.last_prompt
+        if prompt is None or prompt.match is not match:
+            prompt = request.last_prompt = self._make_prompt(request, match)
+        return prompt
+
+    def _make_prompt(self, request: RoutedRequest, match: CacheMatch) -> Prompt:
         params = request.spec.params
         return Prompt(
             num_tokens=request.num_prompt_tokens,
             block_size=request.block_size,
-            match=request.match(self._index),
+            match=match,
             key=_key_of(request),
             homes=self._sessions.homes(request.record.session),
             num_output_tokens=min(params.max_tokens, max(self._num_output_tokens, 1.0)),

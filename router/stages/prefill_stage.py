@@ -121,8 +121,9 @@ class PrefillCall:
         request, replica = self._prompt.request, self._replica
         with ExitStack() as ends, self._queued, replica.attempt(request.record) as self._attempt:
             spec = request.spec.for_attempt(self._number, self._attempt.traceparent)
-            self._pulled = await self._pulls.borrow(request, self._pull, self._attempt)
-            ends.callback(self._pulled.release)
+            if self._pull is not None:
+                self._pulled = await self._pulls.borrow(request, self._pull, self._attempt)
+                ends.callback(self._pulled.release)
             replica.log_start(spec)
             try:
                 events = replica.prefill(spec, request.namespace, self._pulled.message)

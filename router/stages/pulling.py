@@ -72,9 +72,7 @@ class PrefixPulls:
             block_size=request.block_size,
         )
 
-    async def borrow(
-        self, request: RoutedRequest, pull: Pull | None, attempt: Attempt
-    ) -> HeldHandoff:
+    async def borrow(self, request: RoutedRequest, pull: Pull, attempt: Attempt) -> HeldHandoff:
         """Asks a replica to lend a prefix.
 
         Args:
@@ -86,8 +84,8 @@ class PrefixPulls:
             Where the prefix is, until the caller releases it; empty if no replica lends it.
         """
         held = HeldHandoff()
-        lender = self._lender(pull.holder.replica_id) if pull is not None else None
-        if pull is None or lender is None:
+        lender = self._lender(pull.holder.replica_id)
+        if lender is None:
             return held
         started_at, attempt.pulled_from = time.monotonic(), lender.address
         try:

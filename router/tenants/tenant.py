@@ -70,11 +70,14 @@ class Tenant:
         self._clock = clock
         self._count_refusal = count_refusal
         self._account = account or LocalAccount()
+        self._share = Share(name, policy.weight)
 
     @property
     def share(self) -> Share:
         """Its name and weight, for those who divide the replicas among tenants."""
-        return Share(self.name, self.policy.weight)
+        if self._share.weight != self.policy.weight:
+            self._share = Share(self.name, self.policy.weight)
+        return self._share
 
     @property
     def max_requests(self) -> float:

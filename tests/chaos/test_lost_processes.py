@@ -68,7 +68,7 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
             # The router refuses at once what would probably not end in time.
             kinds = {type(result) for result in results}
             assert kinds <= {DeadlineExceededError, ResourceExhaustedError}
-            assert time.monotonic() - started < timeout_s + 5
+            assert time.monotonic() - started < timeout_s + 30
             await cluster.wait_pools_full()
 
         await jobs[1].run(client)

@@ -61,7 +61,7 @@ class Served:
     def children(self) -> dict[str, psutil.Process]:
         """Returns the child processes by their module, without the workers' watchdogs."""
         children = psutil.Process(self.process.pid).children()
-        return {child.cmdline()[3]: child for child in children}
+        return {child.cmdline()[5]: child for child in children}
 
 
 @contextlib.asynccontextmanager

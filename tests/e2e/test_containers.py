@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import shutil
 import statistics
 import time
@@ -9,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -18,7 +21,15 @@ from baton.common.errors import BatonError, UnavailableError
 from baton.common.model_files.named_models import demo_model_path
 from baton.common.request.results import CompletionChunk
 from tests.support.checkpoints import prompt_of, reference_greedy
-from tests.support.containers import IMAGE, RANK_1, ROUTER_2, ComposeProject, run_program
+from tests.support.containers import (
+    BASE_IMAGE,
+    IMAGE,
+    RANK_1,
+    ROUTER_2,
+    ComposeProject,
+    run_program,
+)
+from tests.support.pages import blocks, commands
 
 REQUESTS_PER_S = 4.0
 NUM_TOKENS = 48
@@ -27,6 +38,9 @@ FAULT_S = 10.0
 # No stream waits for the end of a fault. The aim is 4 s, to which other tests on the same cores may
 # add; see docs/status.md.
 MAX_GAP_S = FAULT_S
+MAX_IMAGE_BYTES = 1_000_000_000
+# Room for the base image: a stand-in made of Debian's packages is larger than the published one.
+MAX_BASE_BYTES = 150_000_000
 
 
 @dataclass
@@ -215,6 +229,17 @@ async def test_a_stream_outlives_a_rank_in_another_container(ranks: ComposeProje
             raise
 
 
+def ask_as_the_page_does(project: ComposeProject) -> None:
+    """Sends the completions of docs/compose.md: by the image's own command, and over HTTP."""
+    quickstart, *_ = blocks("docs/compose.md", "sh")
+    _, (_, *complete), curl, _ = commands(quickstart)
+    assert project.compose(complete[0], "-T", *complete[1:]).strip()
+    path, headers = urlsplit(curl[1]).path, {"Content-Type": "application/json"}
+    url = f"http://{project.compose('port', 'router', '8000').strip()}{path}"
+    with urlopen(Request(url, curl[-1].encode(), headers), timeout=60) as response:
+        assert json.load(response)["choices"][0]["text"].strip()
+
+
 async def break_things(project: ComposeProject, load: Load) -> None:
     """What happens to the containers, one after the other."""
     await asyncio.sleep(1)
@@ -252,6 +277,7 @@ async def test_streams_outlive_what_happens_to_their_containers(
     project: ComposeProject, jobs: list[tuple[list[int], list[int]]]
 ) -> None:
     await project.scale(prefill=2, decode=3)
+    await asyncio.to_thread(ask_as_the_page_does, project)
     async with AsyncClient(project.router_address()) as client:
         load = Load(client, jobs)
         await load.warm_up()
@@ -300,6 +326,17 @@ async def test_no_request_is_lost_while_all_services_are_replaced(
         assert [container] != before[service], service
     assert len(load.outcomes) > 40
     assert not [one for one in load.outcomes if one.is_wrong or one.refusal]
+
+
+def image_bytes(image: str) -> int:
+    return int(run_program("docker", "image", "inspect", "--format={{.Size}}", image).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("open_project")
+def test_the_image_for_cpus_takes_less_than_a_gigabyte() -> None:
+    added_bytes = image_bytes(IMAGE) - image_bytes(BASE_IMAGE)
+    assert added_bytes + MAX_BASE_BYTES < MAX_IMAGE_BYTES
 
 
 @pytest.mark.slow

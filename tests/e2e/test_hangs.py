@@ -11,6 +11,8 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.cluster import running_cluster
 
 NUM_TOKENS = 60
+MAX_GAP_S = 15.0
+"""The time limit of a step, 2 s, and time on a busy machine. A stream that stays never ends."""
 
 
 @pytest.mark.slow
@@ -39,7 +41,7 @@ async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path, what)
                     path.write_text(what)
         assert tokens == reference_greedy(model, tuple(prompt), NUM_TOKENS)
         assert not path.exists()
-        assert max(gaps[1:]) < 4
+        assert max(gaps[1:]) < MAX_GAP_S
         if what == "step":
             # The stuck process ends, so that its supervisor can start it again.
             assert await first_status(cluster) == 1
@@ -47,7 +49,7 @@ async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path, what)
 
 async def first_status(cluster):
     """Waits until a decode process has ended; returns its exit status."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (ended := [w for w in cluster.decode if w.process.poll() is not None]):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)

@@ -121,3 +121,4 @@ async def test_status_asks_for_the_token_and_shows_a_killed_replica(cluster, bro
     assert tab.problems == []
     await killed.restart()
     await tab.until(f"{row}?.querySelector('td.ready')")
+    assert "it is back after being lost" in await tab.text("[data-key=changes]")

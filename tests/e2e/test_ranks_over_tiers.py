@@ -80,7 +80,7 @@ async def busy_one(workers: list[ServerProcess]) -> ServerProcess:
 
 async def wait_until_ended(pid: int) -> None:
     """Waits until a process, whose parent may have ended first, has ended."""
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 60
     while is_running(pid):
         assert time.monotonic() < give_up_at
         await asyncio.sleep(0.01)

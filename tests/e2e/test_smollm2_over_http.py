@@ -20,6 +20,7 @@ from tests.support.smollm2 import (
     chat,
     is_installed,
     reference_logits,
+    reference_model,
     user,
 )
 
@@ -33,6 +34,12 @@ DATA = Path(__file__).parents[1] / "data" / "questions.json"
 NUM_CHATS = 2  # test_smollm2.py compares all of them, in one process
 NUM_QUESTIONS = 4
 BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_reference():
+    yield
+    reference_model.cache_clear()  # it takes a gigabyte
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

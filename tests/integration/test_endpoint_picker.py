@@ -33,6 +33,7 @@ from tests.support.ext_proc import (
     status_of,
 )
 from tests.support.fake_workers import BLOCK_SIZE, NAMESPACE, FakeDecode, running_workers
+from tests.support.pod_servers import pod_server
 from tests.support.ports import reserved_port
 from tests.support.running_router import running_router, script_of
 from tests.support.tenants import KEY, entry_of, write_tenants
@@ -106,9 +107,9 @@ class RunningPicker:
 
 
 @asynccontextmanager
-async def running_picker(*workers, **config):
+async def running_picker(*workers, endpoint_port=8000, **config):
     port = reserved_port()
-    picker = EndpointPickerConfig(endpoint_picker_port=port, endpoint_port=8000)
+    picker = EndpointPickerConfig(endpoint_picker_port=port, endpoint_port=endpoint_port)
     address = f"127.0.0.1:{port}"
     async with (
         running_workers(*workers),
@@ -189,7 +190,7 @@ async def test_an_answer_that_does_not_begin_is_no_error_of_the_picker(monkeypat
     """Its server ends the request: an error here would take the place of that answer."""
     monkeypatch.setattr("router.endpoint_picker.service._SLACK_S", 0.1)
     worker = FakeDecode([50], host="127.0.0.2")
-    async with running_picker(worker, default_timeout_s=0.1) as picker:
+    async with running_picker(worker, default_timeout_s=1.0) as picker:
         answers = await picker.ask(headers_message(), body_message(b"{}"), num_answers=2)
         assert destination_of(answers) == "127.0.0.2:8000"
         (call,) = picker.calls
@@ -333,26 +334,21 @@ async def test_a_choice_is_no_probe_of_an_ejected_replica():
             assert not replica.is_ejected
 
 
-async def test_servers_that_are_not_listed_any_more_come_last(tmp_path):
-    """Their pods are not ready, as the routers there do not answer, although the workers do."""
-    workers = FakeDecode([50], host="127.0.0.2"), FakeDecode([50], host="127.0.0.3")
+async def test_servers_that_do_not_answer_come_last(monkeypatch):
+    """Their workers are connected, and announce themselves, all the same."""
+    monkeypatch.setattr("router.endpoint_picker.servers._INTERVAL_S", 0.02)
+    workers = CachingWorker("127.0.0.2", TEXT), CachingWorker("127.0.0.3")
     workers[1].current_load.num_running = 9
-    port, path = reserved_port(), tmp_path / "workers"
-    config = {"picker": EndpointPickerConfig(endpoint_picker_port=port), "dns_interval_s": 0.05}
-    async with running_workers(*workers):
-        path.write_text("\n".join(worker.address for worker in workers))
-        async with (
-            running_router(*workers, decode=(f"file://{path}",), **config) as router,
-            open_channel(f"127.0.0.1:{port}") as channel,
-        ):
-            picker = RunningPicker(router, f"127.0.0.1:{port}", channel)
-            assert await picker.destination() == "127.0.0.2:8000"
-            path.write_text(workers[1].address)
+    port = reserved_port()
+    async with running_picker(*workers, endpoint_port=port) as picker:
+        await until_known(picker, *workers)
+        assert await picker.destination() == f"127.0.0.2:{port}"
+        async with pod_server("127.0.0.3", port):
             async with asyncio.timeout(10):
-                while [router.fleet.decode.lists(w.address) for w in workers] != [False, True]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)  # discovery notifies the tier alone
-            assert router.fleet.decode.at(workers[0].address) is not None
-            assert await picker.destination() == "127.0.0.3:8000"
+                while await picker.destination() != f"127.0.0.3:{port}":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # checks notify nobody
+            assert await picker.destination(BODIES[CHAT]) == f"127.0.0.3:{port}"
+            assert await picker.destination(subset=["127.0.0.2"]) == f"127.0.0.2:{port}"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from router.config.endpoint_picker import EndpointPickerConfig
 from router.config.http import HttpConfig
 from router.endpoint_picker.exchange import Exchange
+from tests.support.conditions import until
 from tests.support.fake_workers import EOS_TOKEN_ID, FakeDecode, running_workers
 from tests.support.ports import reserved_port
 from tests.support.proxies import require_proxy, running_picking_envoy
@@ -36,14 +37,19 @@ class Pods:
         http: a client of Envoy.
     """
 
-    def __init__(self, workers, picker, http, admin_url, stop_picker):
+    def __init__(self, workers, servers, picker, http, admin_url, stop_picker):
         self.workers, self.picker, self.http = workers, picker, http
         self.stop_picker = stop_picker
+        self._servers = servers
         self._admin_url = admin_url
+
+    async def stop_server(self, host):
+        """Stops the router at an address, but not the worker beside it."""
+        await self._servers[host].aclose()
 
     async def until_picker_is_lost(self):
         """Waits until Envoy's health check has noticed that the picker has gone."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 text = (await self.http.get(f"{self._admin_url}/clusters")).text
                 if re.search(r"^picker::.*::health_flags::.*failed_active_hc", text, re.MULTILINE):
@@ -61,15 +67,17 @@ class Pods:
 
 
 @asynccontextmanager
-async def running_pods(folder, **info):
+async def running_pods(folder, response_body_mode="NONE", **info):
     require_proxy("envoy")
     workers = [FakeDecode([*script_of(answer_of(h)), EOS_TOKEN_ID], host=h, **info) for h in HOSTS]
     server_port, picker_port = reserved_port(), reserved_port()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running_workers(*workers))
+        servers = {host: await stack.enter_async_context(AsyncExitStack()) for host in HOSTS}
         for worker in workers:
             http = HttpConfig(host=worker.host, port=server_port)
-            await stack.enter_async_context(running_router(worker, http=http))
+            router = running_router(worker, http=http)
+            await servers[worker.host].enter_async_context(router)
         picker_stack = await stack.enter_async_context(AsyncExitStack())
         config = EndpointPickerConfig(endpoint_picker_port=picker_port, endpoint_port=server_port)
         picker = await picker_stack.enter_async_context(running_router(*workers, picker=config))
@@ -79,11 +87,16 @@ async def running_pods(folder, **info):
         http = HttpConfig(host=FALLBACK, port=server_port)
         await stack.enter_async_context(running_router(last_worker, http=http))
         url, admin_url = await stack.enter_async_context(
-            running_picking_envoy(folder, ("127.0.0.1", picker_port), (FALLBACK, server_port))
+            running_picking_envoy(
+                folder,
+                ("127.0.0.1", picker_port),
+                (FALLBACK, server_port),
+                response_body_mode=response_body_mode,
+            )
         )
         http = httpx2.AsyncClient(base_url=url, timeout=30, verify=False)
         await stack.enter_async_context(http)
-        yield Pods(workers, picker, http, admin_url, picker_stack.aclose)
+        yield Pods(workers, servers, picker, http, admin_url, picker_stack.aclose)
 
 
 async def test_prompts_stay_with_their_server(tmp_path):
@@ -103,8 +116,9 @@ async def test_prompts_stay_with_their_server(tmp_path):
         assert models.json()["data"]
 
 
-async def test_streams_and_large_bodies_come_whole(tmp_path):
-    async with running_pods(tmp_path) as pods:
+@pytest.mark.parametrize("response_body_mode", ["NONE", "FULL_DUPLEX_STREAMED"])
+async def test_streams_and_large_bodies_come_whole(tmp_path, response_body_mode):
+    async with running_pods(tmp_path, response_body_mode) as pods:
         body = {"prompt": "a" * 4000, "stream": True, "max_tokens": 40, "user": "u" * 300_000}
         async with pods.http.stream("POST", COMPLETIONS, json=body) as answer:
             assert answer.status_code == 200
@@ -117,10 +131,40 @@ async def test_streams_and_large_bodies_come_whole(tmp_path):
         assert bad.status_code == 400  # of the server's router
 
 
+async def test_the_picker_is_not_asked_about_an_answer_that_has_begun(tmp_path):
+    """So the tokens do not pass through it, and a stream does not end with it."""
+    async with running_pods(tmp_path, pause_after=1) as pods:
+        server = pods.picker.service._servers[1]
+        body = {"prompt": "a" * 50, "stream": True, "max_tokens": 40}
+        async with pods.http.stream("POST", COMPLETIONS, json=body) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            assert first.startswith("data: ")
+            await until(lambda: not server.num_calls)
+            await pods.stop_picker()
+            for worker in pods.workers:
+                worker.resume()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_a_server_that_fails_leaves_its_requests_to_others(tmp_path, monkeypatch):
+    """Although its worker serves and is connected."""
+    monkeypatch.setattr("router.endpoint_picker.servers._INTERVAL_S", 0.05)
+    async with running_pods(tmp_path) as pods:
+        prompt = "first " * 40
+        home = await pods.text(prompt)
+        (other,) = {*map(answer_of, HOSTS)} - {home}
+        await pods.stop_server(home.removeprefix("from "))
+        async with asyncio.timeout(20):
+            while (await pods.post(prompt)).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert [await pods.text(prompt) for _ in range(3)] == [other] * 3
+
+
 JSON = {"content-type": "application/json"}
 
 
-async def test_full_servers_are_429_and_lost_ones_503(tmp_path):
+async def test_full_servers_are_429(tmp_path):
     async with running_pods(tmp_path, max_num_requests=1, pause_after=1) as pods:
         running = [asyncio.create_task(pods.text("x" * 50)) for _ in HOSTS]
         for worker in pods.workers:
@@ -131,11 +175,6 @@ async def test_full_servers_are_429_and_lost_ones_503(tmp_path):
         for worker in pods.workers:
             worker.resume()
         assert sorted(await asyncio.gather(*running)) == sorted(map(answer_of, HOSTS))
-        for worker in pods.workers:
-            await worker.stop()
-        await pods.picker.until(lambda: not pods.picker.candidate_ids())
-        lost = await pods.post("x" * 50)
-        assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
 
 
 async def test_a_picker_that_is_late_costs_no_answer(tmp_path, monkeypatch):
@@ -156,7 +195,9 @@ async def test_without_a_picker_requests_go_to_any_router(tmp_path):
     async with running_pods(tmp_path) as pods:
         named = {"x-gateway-destination-endpoint": f"{HOSTS[0]}:1"}
         assert await pods.text("x", headers=named) in map(answer_of, HOSTS)
-        await pods.stop_picker()
+        pods.picker.service.announce_stop()  # it serves on for --shutdown-delay-s
         await pods.until_picker_is_lost()
         for headers in (None, named):
             assert await pods.text("x" * 50, headers=headers) == answer_of(FALLBACK)
+        await pods.stop_picker()
+        assert await pods.text("x" * 50) == answer_of(FALLBACK)

@@ -26,8 +26,10 @@ from tests.support.running_router import request, script_of
 MAX_BYTES = 16 * 2**20
 MAX_MULTIPLE = 12
 """The memory of a body while it is parsed, in its bytes, as docs/http.md states it."""
-MAX_STALL_S = 0.01
-"""For which a prompt of 100,000 tokens may keep the event loop; the fake worker runs on it too."""
+MAX_STALL_PASSES = 10
+"""Passes of Python over a prompt for which it may keep the event loop; the fake worker runs on it
+too. A slow machine takes longer for both.
+"""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = '{"prompt":"a","max_tokens":2}'
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -173,6 +175,14 @@ def time_of_health(api: RunningHttp) -> float:
     return time.monotonic() - started
 
 
+def time_of_a_pass(ids: list[int]) -> float:
+    """Seconds of this thread for a loop over all tokens."""
+    began = time.thread_time()
+    for token in ids:
+        assert token
+    return time.thread_time() - began
+
+
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in a thread of its own: the router may need all threads of the loop."""
     loop = asyncio.get_running_loop()
@@ -296,16 +306,17 @@ async def test_a_long_prompt_delays_other_requests_by_a_few_milliseconds(path: s
     """The best of some requests, as a busy machine makes any callback slower now and then."""
     ids = [7 + i % 900 for i in range(100_000)]
     message, body = request(ids, max_tokens=2), json.dumps({"prompt": ids, "max_tokens": 2})
-    longest = []
+    longest, passes = [], []
     async with running(**LARGE_REPLICA) as api:
         for _ in range(4):
+            passes.append(time_of_a_pass(ids))
             with watched_loops() as watch:
                 if path == "grpc":
                     await in_thread(called, api, message)
                 else:
                     await in_thread(posted, api, path, body.encode())
             longest.append(watch.longest_s)
-    assert min(longest) < MAX_STALL_S, longest
+    assert min(longest) < MAX_STALL_PASSES * min(passes), (longest, passes)
 
 
 @pytest.mark.parametrize("options", [{}, {"echo": True, "logprobs": 5}, {"stream": True}], ids=str)
@@ -327,13 +338,16 @@ async def test_health_is_answered_while_large_bodies_are_parsed(shape: str):
     path, make, _, _ = BODIES[shape]
     body = make()
     async with running() as api:
+        began = time.monotonic()
         posts = [asyncio.ensure_future(in_thread(posted, api, path, body)) for _ in range(4)]
         longest_s = 0.0
         while not all(post.done() for post in posts):
             longest_s = max(longest_s, await in_thread(time_of_health, api))
         await asyncio.gather(*posts)
-    print(f"{shape}: longest {longest_s:.3f} s")
-    assert longest_s < 1.5
+        all_s = time.monotonic() - began
+    print(f"{shape}: longest {longest_s:.3f} s of {all_s:.3f} s")
+    # A busy machine takes any time for both.
+    assert longest_s < max(1.5, all_s / 2)
 
 
 @pytest.mark.slow

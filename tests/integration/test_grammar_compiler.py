@@ -364,7 +364,7 @@ def test_compiling_hungry_grammars_leaves_no_memory_behind(compiler):
     for i in range(2):
         hungry = StructuredOutputs(json=doubling(8, "anyOf") | {"title": str(i)})
         compiler.compile(hungry).result(RESULT_S)  # a child of up to 700 MiB
-    _, alive = psutil.wait_procs(server.children(), timeout=TIMEOUT_S)
+    _, alive = psutil.wait_procs(server.children(), timeout=RESULT_S)
     assert not alive
     assert server.memory_info().rss < before + 2**25
     small = GrammarCompiler(

@@ -79,7 +79,7 @@ class Fixture:
 
     async def until_idle(self) -> None:
         """Waits until no request runs on any tier."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await self.running_requests():  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.05)
         await self.cluster.wait_pools_full()

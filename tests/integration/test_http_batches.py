@@ -99,6 +99,36 @@ async def test_a_batch_is_cancelled_while_its_requests_run(tmp_path):
     assert [each["error"]["code"] for each in errors] == ["batch_cancelled"] * 2
 
 
+async def test_a_request_may_take_longer_than_those_of_clients(tmp_path):
+    decode = FakeDecode(SCRIPT, pause_after=1)
+    async with running_batches(tmp_path, decode, default_timeout_s=0.5) as api:
+        file = await upload(api.openai, input_of(["a"]))
+        batch = await create(api.openai, file.id)
+        await decode.changes.until(lambda: decode.starts)
+        body = {"prompt": [72], "max_tokens": 2}
+        assert (await api.http.post(ENDPOINT, json=body)).status_code == 504
+        decode.resume()
+        batch = await ended(api.openai, batch)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+    assert len(decode.starts) == 2
+
+
+async def test_beside_clients_who_wait_few_requests_run(tmp_path):
+    decode = FakeDecode(SCRIPT, pause_after=1, max_num_seqs=32)
+    async with running_batches(tmp_path, decode) as api:
+        file = await upload(api.openai, input_of(map(str, range(40))))
+        await create(api.openai, file.id)
+        await decode.changes.until(lambda: len(decode.starts) == 16)
+        assert api.router.service.batch_places() == 16
+        body = {"prompt": [72], "max_tokens": 2}
+        waiting = asyncio.create_task(api.http.post(ENDPOINT, json=body))
+        await decode.changes.until(lambda: len(decode.starts) == 17)
+        assert api.router.service.batch_places() == 1
+        decode.resume()
+        assert (await waiting).status_code == 200
+        assert api.router.service.batch_places() == 1  # another request may come soon
+
+
 async def test_a_stopping_router_leaves_its_batch_to_the_next_one(tmp_path):
     decode = FakeDecode(SCRIPT, pause_after=1)
     async with running_batches(tmp_path, decode) as api:

@@ -372,14 +372,14 @@ def test_an_unrenewed_lease_expires(make_rig: MakeRig) -> None:
 
 @pytest.mark.alone
 def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> None:
-    prefill, decode = make_rig(options="lease_s=0.6&timeout_s=0.3"), make_rig()
+    prefill, decode = make_rig(options="lease_s=2&timeout_s=1"), make_rig()
     job_id = prefill.publish([1, 2])
     handoff = prefill.handoff(2)
     decode.scheduler.keep(handoff)
     decode.scheduler.keep(handoff)
     decode.step()
     began_at = time.monotonic()
-    prefill.run_until(lambda: time.monotonic() > began_at + 1.5 or prefill.released != [])
+    prefill.run_until(lambda: time.monotonic() > began_at + 2.5 or prefill.released != [])
     assert prefill.released == [], "the lease is renewed"
     assert decode.load(handoff, [4, 5]).num_blocks == 2
 

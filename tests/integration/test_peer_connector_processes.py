@@ -57,7 +57,7 @@ def decode(way: str) -> Iterator[PeerRig]:
     yield rig
     began_at = time.monotonic()
     rig.worker.close()
-    assert time.monotonic() - began_at < 10, "close takes too long"
+    assert time.monotonic() - began_at < 30, "close takes too long"
 
 
 def test_blocks_are_loaded_from_another_process(
@@ -72,7 +72,7 @@ def test_blocks_are_loaded_from_another_process(
     assert torch.equal(decode.pool[199, ..., :5, :], prefill.pool[199, ..., :5, :])
     assert not decode.pool[199, ..., 5:, :].any()
     prefill.ask("end", "lease")
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 60
     while prefill.ask("released") != [job_id]:
         assert time.monotonic() < give_up_at
 
@@ -142,7 +142,7 @@ def test_loads_from_a_stopped_peer_fail_in_time_and_succeed_once_it_continues(
     assert time.monotonic() - began_at < 4 * TIMEOUT_S
 
     prefill.resume()
-    give_up_at = time.monotonic() + 15
+    give_up_at = time.monotonic() + 60
     while (result := decode.load(handoff, range(16))).num_blocks < 16:
         assert time.monotonic() < give_up_at, result
         decode.woken.wait(0.1)

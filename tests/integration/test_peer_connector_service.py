@@ -136,7 +136,7 @@ def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
     prefill.end("lease")
 
     assert opened.timeout_ms == 1000 * READ_S
-    prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
+    prefill.run_until(lambda: prefill.released == [job_id])
 
 
 def test_a_stalled_stream_is_ended_and_its_blocks_are_released() -> None:
@@ -148,7 +148,7 @@ def test_a_stalled_stream_is_ended_and_its_blocks_are_released() -> None:
         stream = reader.stub.ReadBlocks(message, timeout=TIMEOUT_S)
         received = [len(next(stream).data)]
         prefill.end("lease")
-        prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
+        prefill.run_until(lambda: prefill.released == [job_id])
         prefill.pool.zero_()  # other requests use the pool now
 
         with pytest.raises(grpc.RpcError) as failed:
@@ -161,7 +161,7 @@ def test_a_stalled_stream_is_ended_and_its_blocks_are_released() -> None:
 
 
 def test_close_ends_streams_that_are_being_read() -> None:
-    prefill = PeerRig("grpc://?timeout_s=20", LARGE, num_blocks=4)
+    prefill = PeerRig("grpc://?timeout_s=60", LARGE, num_blocks=4)
     reader = Reader(prefill, LARGE)
     prefill.publish(range(4))
     message = pb.ReadBlocksRequest(blocks=reader.blocks(4))
@@ -171,7 +171,7 @@ def test_close_ends_streams_that_are_being_read() -> None:
     prefill.worker.close()
     prefill.worker.close()
 
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < TIMEOUT_S / 2
     with pytest.raises(grpc.RpcError):
         list(stream)
     reader.channel.close()

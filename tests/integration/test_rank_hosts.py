@@ -1,6 +1,7 @@
 """Ranks whose processes are started apart, as on two hosts: sums by gloo, batches by TCP."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from torch.distributed import TCPStore
 
 from baton.common.errors import ConfigurationError
 from baton.common.security.cluster import ClusterSecurity
+from baton.common.version import __version__
 from engine.config import EngineConfig
 from engine.loop.build import build_engine
 from engine.runtime.ranks import meeting
@@ -246,6 +248,16 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
         with closing(meet(1)) as follower, closing(leading.result(30)) as leader:
             leader.send(b"hello")
             assert follower.receive() == b"hello"
+
+
+def test_ranks_of_two_versions_do_not_meet() -> None:
+    port = reserved_port()
+    store = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    store.set("baton/port", "1 attempt 0.0.9")
+    config = EngineConfig(model="m", tensor_parallel_size=2)
+    refusal = rf"rank 1 of 2 .*: rank 0 is Baton 0\.0\.9, this rank {re.escape(__version__)}"
+    with pytest.raises(ConfigurationError, match=refusal):
+        HostRanks(RankPlace(1, 2, "127.0.0.1", port), config, ClusterSecurity(token=TOKEN))
 
 
 def test_a_stage_may_take_long_to_read_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class Operator:
 
     async def until_roles(self, *roles):
         """Waits until the cluster has these roles: each tier sees a change on its own."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while [replica.role for replica in (await self._replicas())] != list(roles):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)

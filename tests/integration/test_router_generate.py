@@ -33,7 +33,8 @@ async def test_a_request_is_prefilled_remotely_and_then_decoded():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
-        responses = await router.generate(request(request_id="r", max_tokens=len(script)))
+        message = request(request_id="r", max_tokens=len(script))
+        responses = await router.generate(message, timeout_s=30)
         await prefill.changes.until(lambda: prefill.released)
     assert token_ids_of(responses) == script
     assert text_of(responses) == TEXT

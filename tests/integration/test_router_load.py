@@ -26,8 +26,10 @@ from tests.support.running_router import RunningRouter, failed_call, request, ru
 SCRIPT = [50 + i % 200 for i in range(100)]
 UNREACHABLE = ("127.0.0.1:1",)
 
-BUSY_S = 0.5
-"""By how much other work on the machine may delay this process."""
+MAX_DELAY_S = 5.0
+"""Time for other work on the machine. A request that misses its deadline ends after 30 s,
+`--queue-timeout-s`.
+"""
 PATIENT = {"X-Request-Timeout-S": "500"}
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,10 +96,9 @@ async def test_thousands_wait_for_a_full_replica_and_keep_their_deadlines():
             asyncio.create_task(first_token_of(model, number))
             async for number in arrivals(num_served)
         ]
-        while len(waiting) < num_late + num_served:  # noqa: ASYNC110 - no event says so
+        while len(waiting) + sum(map(asyncio.Task.done, late)) < num_late + num_served:  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.01)
-        worst = max(await asyncio.gather(*late))
-        assert worst < 0.2 + BUSY_S
+        assert max(await asyncio.gather(*late)) < MAX_DELAY_S
         assert len(waiting) == num_served
         decode.resume()
         assert sorted(await asyncio.gather(running, *served)) == list(range(num_served + 1))
@@ -118,8 +119,8 @@ async def test_the_router_answers_while_many_requests_wait_for_lost_replicas():
             slowest = max(slowest, time.monotonic() - started)
             assert response.status_code == 200
             await asyncio.sleep(0.05)
-        assert slowest < 1.0
-        assert max(await asyncio.gather(*tasks)) < 0.2 + BUSY_S
+        assert slowest < MAX_DELAY_S
+        assert max(await asyncio.gather(*tasks)) < MAX_DELAY_S
 
 
 @contextmanager

@@ -160,10 +160,13 @@ def test_a_save_reports_its_wait_apart_from_its_work(store_url: str) -> None:
     rig = make_rig(store_url)
     started_at = time.monotonic()
     start_ahead(rig)
+    compute(rig, 0)
+    rig.worker.layers_computed(STEP, 1)
+    await_held(rig, object_keys(rig, 0))
     begun_at = time.monotonic()  # the worker's thread may begin to wait a little later
-    while time.monotonic() - begun_at < 0.1:
+    while time.monotonic() - begun_at < 0.3:
         rig.woken.wait(0.01)
-    for layer in range(LAYOUT.num_layers):
+    for layer in range(1, LAYOUT.num_layers):
         compute(rig, layer)
     rig.worker.layers_computed(STEP, LAYOUT.num_layers)
     (result,) = rig.results(1)

@@ -25,6 +25,7 @@ from tests.support.smollm2 import (
     chat,
     is_installed,
     reference_logits,
+    reference_model,
     tokenizer,
     user,
 )
@@ -47,6 +48,12 @@ FLAGS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_reference():
+    yield
+    reference_model.cache_clear()  # it takes a gigabyte
 
 
 def request_of(name, messages, **fields):

@@ -38,7 +38,8 @@ def mixture_of(dense, seed=0):
     config = transformers.MixtralConfig(
         **{**shape, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
     )
-    model = transformers.MixtralForCausalLM(config).to(torch.float64)
+    with torch.device("meta"):  # the weights take gigabytes, and are there once
+        model = transformers.MixtralForCausalLM(config)
     weights, generator = dict(dense.state_dict()), torch.Generator().manual_seed(seed)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp"
@@ -49,15 +50,17 @@ def mixture_of(dense, seed=0):
         weights[f"{prefix}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
         weights[f"{prefix}.experts.down_proj"] = down
         weights[f"{prefix}.gate.weight"] = torch.randn(
-            (NUM_EXPERTS, config.hidden_size), generator=generator, dtype=torch.float64
+            (NUM_EXPERTS, config.hidden_size), generator=generator
         )
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # it has no weights
     return model.eval()
 
 
 def _noisy(matrix, generator):
     """Returns `[NUM_EXPERTS, rows, columns]` copies of a matrix."""
-    noise = torch.randn((NUM_EXPERTS, *matrix.shape), generator=generator, dtype=torch.float64)
+    noise = torch.randn((NUM_EXPERTS, *matrix.shape), generator=generator)
     return matrix + noise * NOISE * matrix.std()
 
 
@@ -65,7 +68,7 @@ def _noisy(matrix, generator):
 def checkpoint(tmp_path_factory):
     """The reference, in float64, and the folder of the checkpoint with its weights in float32."""
     folder: Path = tmp_path_factory.mktemp("smollm2-experts")
-    model = mixture_of(transformers_model(smollm2_path(), torch.float64)).float()
+    model = mixture_of(transformers_model(smollm2_path(), torch.float32))
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
     model.set_experts_implementation("eager")

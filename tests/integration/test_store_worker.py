@@ -380,6 +380,20 @@ class FailingStore(FaultyStore):
         return super().delete(keys)
 
 
+def test_an_object_of_another_format_is_refused_with_both_versions(
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = open_store(f"memory://{tmp_path.name}")
+    make_rig(inner).save(range(4))
+    newer = blank(HEADER_BYTES + LAYOUT.block_bytes)
+    newer.header[:] = b"BATONKV\0" + (7).to_bytes(2, "little") + bytes(HEADER_BYTES - 10)
+    inner.delete(keys(1, 2))
+    inner.put(keys(1, 2), [newer])
+    reason = "corrupt: object format version: this replica has 1, the object 7"
+    assert make_rig(inner).load(range(10, 14)) == LoadResult(1, 2, reason)
+    assert f"{keys(1, 2)[0].hex()} is {reason}" in caplog.text
+
+
 @pytest.mark.parametrize("deletes", [True, False])
 def test_a_corrupt_object_is_logged_and_deleted_if_possible(
     make_rig: Callable[..., ConnectorRig],

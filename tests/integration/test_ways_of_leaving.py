@@ -125,7 +125,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def until_idle(router: RunningRouter) -> None:
     """Waits until all gauges of the router and the workers are what they were at the start."""
     await until(lambda: not any(gauges(router).values()))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for address in (*router.model.config.prefill, *router.model.config.decode):
             while True:
                 load = await get_load(address)

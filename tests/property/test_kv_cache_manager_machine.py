@@ -27,6 +27,7 @@ from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.kv_cache.host_pool import SwappedTables
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import KvCacheSpec, StateSpacing
+from engine.kv_cache.token_log import TokensCleared, TokensRemoved, TokensStored
 
 MAX_TOKENS = 12
 MANY = st.integers(0, 50)
@@ -144,6 +145,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.number = 0
         self.cached: set[tuple[int, bytes]] = set()
         self.next_event = 1
+        self.kv.pool.log_tokens(block_size)
+        self.kv.pool.token_log._max_pending = 4
+        self.named: dict[tuple[int, bytes], tuple[int, ...]] = {}
         events, snapshot = self.kv.events.start_recording()
         assert not events
         assert snapshot == (CacheCleared(0),)
@@ -467,7 +471,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert end >= seq.computed // interval * interval, "a state was not kept"
 
     def _register(self, seq: Seq) -> None:
-        self.kv.register(seq.table, seq.keys(self.spec.block_size), seq.computed)
+        keys = seq.keys(self.spec.block_size)
+        self.kv.register(seq.table, keys, seq.computed)
+        self.kv.pool.token_log.record(seq.table, keys, seq.tokens, "salt")
 
     # The simulated runner.
 
@@ -609,6 +615,23 @@ class ManagerMachine(RuleBasedStateMachine):
                 case CacheCleared():
                     self.cached.clear()
 
+    def _follow_tokens(self, events) -> None:
+        size = self.spec.block_size
+        for event in events:
+            match event:
+                case TokensStored(layer_group, keys, parent, token_ids, salt):
+                    assert salt == "salt"
+                    assert keys[0][:-size] == (parent or b"")
+                    for index, key in enumerate(keys):
+                        assert (layer_group, key) not in self.named
+                        tokens = token_ids[index * size : (index + 1) * size]
+                        self.named[layer_group, key] = tokens
+                case TokensRemoved(layer_group, keys):
+                    for key in keys:
+                        del self.named[layer_group, key]
+                case TokensCleared():
+                    self.named.clear()
+
     @invariant()
     def references_are_owners(self) -> None:
         if not hasattr(self, "kv"):
@@ -648,6 +671,13 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.cached == {(group, key) for group, keys, _ in runs for key in keys}
             for _, keys, parent in runs:
                 assert keys[0].startswith(parent or b"")
+            if self.number % 3:  # else events are pending for longer, and too many
+                assert self.kv.pool.token_log.has_events or self.named.keys() == self.cached
+                self._follow_tokens(self.kv.pool.token_log.take_events())
+                size = self.spec.block_size
+                assert self.named == {
+                    (group, key): tuple(key[-size:]) for group, key in self.cached
+                }
 
     def teardown(self) -> None:
         """Ends everything; then all blocks are free."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.containers import ROOT, run_program
+from tests.support.containers import BASE_IMAGE, ROOT, run_program
 
-_IMAGE = "python:3.11-slim"
 _MAKE = Path("/usr/bin/make")
 _POLL_S = 0.3
 
@@ -68,7 +67,7 @@ def bare_machine(*command: str) -> Iterator[BareMachine]:
     # A terminal sends Ctrl-C to all processes of the command.
     init = ("--init", "--env=TINI_KILL_PROCESS_GROUP=1")
     options = ("--detach", *init, "--network=none", *mounts, hidden, f"--workdir={ROOT}")
-    container = run_program("docker", "run", *options, _IMAGE, *command).stdout.strip()
+    container = run_program("docker", "run", *options, BASE_IMAGE, *command).stdout.strip()
     try:
         yield BareMachine(container)
     finally:

@@ -1,5 +1,5 @@
 """Pods of the Helm chart as processes of this machine, and what Kubernetes does with them: probes,
-endpoints of a Service, and the end of a pod.
+and the end of a pod.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx2
 
@@ -18,7 +17,8 @@ from tests.support.helm_chart import ROOT
 from tests.support.ports import reserved_port
 
 START_TIMEOUT_S = 180.0
-_POLL_S = 0.1
+POLL_S = 0.1
+_GRACE_S = 30  # Kubernetes' own
 
 
 class Pod:
@@ -27,33 +27,37 @@ class Pod:
     Args:
         deployment: the rendered Deployment.
         folder: gets the log and what the pod writes.
-        replaced: by text, what takes its place in the command and the variables.
+        replaced: by text, what takes its place in the command, the variables and the probes.
+
+    Attributes:
+        ports: the ports by name.
+        num_sent: how many requests clients have sent to it; they count them.
+        stopped_at: when SIGTERM was sent (`time.monotonic()`); None before.
     """
 
     def __init__(self, deployment, folder, replaced):
         spec = deployment["spec"]["template"]["spec"]
         (self._container,) = spec["containers"]
-        self.grace_s = spec["terminationGracePeriodSeconds"]
+        self._grace_s = spec.get("terminationGracePeriodSeconds", _GRACE_S)
         self.ports = {port["name"]: reserved_port() for port in self._container["ports"]}
+        self._replaced = dict(replaced)
         for port in self._container["ports"]:
-            number = port["containerPort"]
-            replaced = {**replaced, f"port={number}": f"port={self.ports[port['name']]}"}
-
-        def local(text):
-            for name, value in replaced.items():
-                text = text.replace(name, value)
-            return text
-
+            local_port = self.ports[port["name"]]
+            self._replaced[f"port={port['containerPort']}"] = f"port={local_port}"
+        self.num_sent = 0
+        self.stopped_at = None
+        program = [sys.executable, "-m", "tests.support.baton_command"]
         variables = {
-            entry["name"]: local(entry["value"])
-            for entry in self._container["env"]
+            entry["name"]: self._local(entry["value"])
+            for entry in self._container.get("env", ())
             if "value" in entry
         }
-        self._log = folder / f"{self._container['name']}-{self.ports['grpc']}.log"
+        first_port = next(iter(self.ports.values()))
+        self._log = folder / f"{self._container['name']}-{first_port}.log"
+        command = self._container.get("command", program) + self._container["args"]
         with self._log.open("wb") as log:
-            program = str(Path(sys.executable).with_name("baton"))
             self._process = subprocess.Popen(
-                [program, *map(local, self._container["args"])],
+                [*map(self._local, command)],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
                 stdout=log,
@@ -68,6 +72,11 @@ class Pod:
     def log(self):
         return self._log.read_text(errors="replace")
 
+    def _local(self, text):
+        for name, value in self._replaced.items():
+            text = text.replace(name, value)
+        return text
+
     async def is_ready(self):
         """Asks as the rendered readiness probe does, but for its timeout: machines are shared."""
         probe = self._container["readinessProbe"]
@@ -75,6 +84,11 @@ class Pod:
             service = probe["grpc"].get("service", "")
             address = f"127.0.0.1:{self.ports['grpc']}"
             return await check_health(address, service=service, timeout_s=30) == "SERVING"
+        if "exec" in probe:
+            command = map(self._local, probe["exec"]["command"])
+            nowhere = asyncio.subprocess.DEVNULL
+            process = await asyncio.create_subprocess_exec(*command, stdout=nowhere, stderr=nowhere)
+            return await process.wait() == 0
         assert probe["httpGet"]["port"] == "http"
         url = f"{self.url}{probe['httpGet']['path']}"
         try:
@@ -88,38 +102,28 @@ class Pod:
         while not await self.is_ready():
             assert self._process.poll() is None, self.log
             assert time.monotonic() < deadline, self.log
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
-    async def end(self):
-        """Ends the process as Kubernetes does; returns its exit code, or None if it outlives its
-        grace period.
-        """
+    def stop(self):
+        """Ends the process as Kubernetes does; `wait_end` waits for it."""
+        self.stopped_at = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
+
+    async def wait_end(self):
+        """Waits for the end of the process within its grace period.
+
+        Raises:
+            AssertionError: it outlives the period, or ends with an error.
+        """
         try:
-            return await asyncio.to_thread(self._process.wait, self.grace_s)
+            code = await asyncio.to_thread(self._process.wait, self._grace_s)
         except subprocess.TimeoutExpired:
-            return None
+            code = None
+        assert code == 0, self.log
 
     def kill(self):
         self._process.kill()
         self._process.wait()
-
-
-class Endpoints:
-    """The addresses of a Service: those of its pods that were ready when they were last asked."""
-
-    def __init__(self):
-        self.pods = []
-        self.ready = []
-        self.has_ready = asyncio.Event()
-
-    async def follow(self):
-        """Asks the pods again and again, about as often as kubelet does."""
-        while True:
-            self.ready = [pod for pod in self.pods if await pod.is_ready()]
-            if self.ready:
-                self.has_ready.set()
-            await asyncio.sleep(1)
 
 
 def write_secrets(manifests, folder):

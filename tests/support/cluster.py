@@ -129,7 +129,7 @@ class ServerProcess:
     def stop(self) -> int:
         """Ends the process with SIGTERM; returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
 
 class Cluster:
@@ -150,7 +150,7 @@ class Cluster:
     def workers(self) -> list[ServerProcess]:
         return [*self.prefill, *self.decode]
 
-    async def wait_pools_full(self, timeout_s: float = 20.0) -> None:
+    async def wait_pools_full(self, timeout_s: float = 60.0) -> None:
         """Waits until no running worker holds a block or a request."""
         alive = [worker for worker in self.workers if worker.process.poll() is None]
         deadline = time.monotonic() + timeout_s
@@ -172,7 +172,7 @@ async def get_load(
     async with grpc.aio.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = worker_pb2.GetLoadRequest()
-        return (await stub.GetLoad(request, timeout=10, metadata=metadata)).load
+        return (await stub.GetLoad(request, timeout=60, metadata=metadata)).load
 
 
 @asynccontextmanager

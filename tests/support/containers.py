@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = f"/usr/bin:{os.environ['PATH']}"
 CANNOT_RUN_CONTAINERS = 3
 IMAGE = "baton-test"
+BASE_IMAGE = "python:3.11-slim"
 RANK_1 = "decode-rank-1"
 ROUTER_2 = "router-2"
 OTHER_USER = '"23456:0"'

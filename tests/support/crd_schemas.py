@@ -2,7 +2,8 @@
 
 They have the fields that the chart may use, with the types and required fields of the projects'
 own definitions: KEDA 2.18, cert-manager 1.19, the Prometheus operator 0.86, the Gateway API
-Inference Extension 1.5 and LeaderWorkerSet 0.10, whose pods are checked by Kubernetes' schemas.
+Inference Extension 1.5 and LeaderWorkerSet 0.10 with DisaggregatedSet, whose pods are checked by
+Kubernetes' schemas.
 """
 
 
@@ -116,6 +117,43 @@ _LEADER_WORKER_SET = _object(
         workerTemplate=_POD_TEMPLATE,
     ),
 )
+# A role with external scaling has no number of its own: the controller of the set asks its scaler.
+# The other roles are all at zero or all above.
+_EXTERNAL_ROLE = _object(
+    ["name", "scaling", "spec"],
+    name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63},
+    scaling=_object(["mode"], mode={"const": "External"}),
+    spec={"allOf": [_LEADER_WORKER_SET], "not": {"required": ["replicas"]}},
+)
+
+
+def _static_role(replicas):
+    return _object(
+        ["name", "spec"],
+        name=_EXTERNAL_ROLE["properties"]["name"],
+        spec={
+            "allOf": [_LEADER_WORKER_SET],
+            "required": ["replicas"],
+            "properties": {"replicas": replicas},
+        },
+    )
+
+
+_DISAGGREGATED_SET = _object(
+    ["roles"],
+    roles={
+        "type": "array",
+        "minItems": 2,
+        "maxItems": 10,
+        "anyOf": [
+            {"items": {"anyOf": [_EXTERNAL_ROLE, static_role]}}
+            for static_role in (
+                _static_role({"const": 0}),
+                _static_role({"type": "integer", "minimum": 1}),
+            )
+        ],
+    },
+)
 _PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 _INFERENCE_POOL = _object(
     ["selector", "targetPorts"],
@@ -144,6 +182,7 @@ CRD_SCHEMAS = {
         ("cert-manager.io/v1", "Certificate", _CERTIFICATE),
         ("monitoring.coreos.com/v1", "PodMonitor", _POD_MONITOR),
         ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET),
+        ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", _DISAGGREGATED_SET),
         ("inference.networking.k8s.io/v1", "InferencePool", _INFERENCE_POOL),
     )
 }

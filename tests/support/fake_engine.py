@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.common.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.common.errors import BatonError, InvalidArgumentError, Reason, UnavailableError
 from engine.config import EngineConfig
 from engine.kv_cache.events import KvEvent
 from engine.metrics.counts import EngineMetrics
@@ -75,7 +75,9 @@ class FakeEngine:
         if not is_checked:
             self.check(request)
         if self._is_draining:
-            raise UnavailableError("this replica takes no new requests")
+            raise UnavailableError(
+                "this replica takes no new requests", reason=Reason.NO_REPLICA_READY
+            )
         request_id = request.spec.request_id
         if request_id in self.live:
             raise InvalidArgumentError("request_id is not unique")

@@ -62,7 +62,7 @@ class Changes:
         self._event = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await self._event.wait()
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
 
-from worker.processes.child import end_with_parent
+from baton.common.module_process import end_with_parent
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
@@ -41,7 +41,7 @@ _PRELOADED = (
     "router.server",
     "worker.server",
 )
-_CHILD_MODULE = "worker.processes.child"
+_OWN_MODULE = "baton.common.module_process"
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_BYTES = 1 << 17
 _MAX_FILES = 32
@@ -146,7 +146,8 @@ class ForkServer:
         """Starts a process as `subprocess.Popen` does.
 
         Args:
-            command: `python -m MODULE ARGUMENTS...`; the module may be `worker.processes.child`.
+            command: `python -m MODULE ARGUMENTS...`; the module may be
+                `baton.common.module_process`.
                 Any other command is not forked.
             stdin: of a command that is not forked; forked processes read nothing.
             stdout: its standard output; None: that of this process.
@@ -168,7 +169,7 @@ class ForkServer:
                 env=env,
             )
         module, *arguments = command[command.index("-m") + 1 :]
-        if module == _CHILD_MODULE:  # whatever is forked ends with its parent
+        if module == _OWN_MODULE:  # whatever is forked ends with its parent
             _, module, *arguments = arguments
         with Path(os.devnull).open() as nothing:
             files = {

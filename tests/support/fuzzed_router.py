@@ -74,7 +74,7 @@ class FuzzedRouter:
         answer = await self.http_server.http.post("/v1/completions", json=body)
         assert answer.status_code == 200
         replicas = (*self.http_server.router.fleet.prefill.candidates, self._decode_replica)
-        assert not any(replica._load._num_requests for replica in replicas)
+        assert not any(replica.num_requests for replica in replicas)
         assert not self._decode_replica.connection._streams
 
     @property

@@ -60,16 +60,32 @@ def schema_errors(manifest, version):
     errors = [
         f"{kind[1]} {error.json_path}: {error.message}" for error in validator.iter_errors(manifest)
     ]
-    if kind[1] == "LeaderWorkerSet":
-        for pod in pod_templates(manifest):
-            errors += schema_errors({"apiVersion": "v1", "kind": "Pod", **pod}, version)
+    if kind[1] in ("LeaderWorkerSet", "DisaggregatedSet"):  # their own schemas know no pods
+        for workload in workloads([manifest]):
+            for pod in pod_templates(workload):
+                errors += schema_errors({"apiVersion": "v1", "kind": "Pod", **pod}, version)
     return errors
 
 
-def pod_templates(workload):
-    """The templates of the pods that serve something, and of others, of a Deployment or a
-    LeaderWorkerSet.
+def workloads(manifests):
+    """The Deployments, the LeaderWorkerSets, and each role of a DisaggregatedSet, as the object
+    that scales it, with the LeaderWorkerSet that the role describes.
     """
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "LeaderWorkerSet"):
+            yield manifest
+        elif manifest["kind"] == "DisaggregatedSet":
+            for role in manifest["spec"]["roles"]:
+                yield {
+                    "apiVersion": manifest["apiVersion"],
+                    "kind": "DisaggregatedSetRoleScaler",
+                    "metadata": {"name": f"{manifest['metadata']['name']}-{role['name']}"},
+                    "spec": role["spec"],
+                }
+
+
+def pod_templates(workload):
+    """The templates of the pods that serve something, and of others, of one of `workloads`."""
     if workload["kind"] == "Deployment":
         return [workload["spec"]["template"]]
     template = workload["spec"]["leaderWorkerTemplate"]

@@ -1,4 +1,4 @@
-"""A child of `worker.processes.child` that prints an environment variable, empty if it is unset."""
+"""Prints an environment variable, empty if it is unset; `baton.common.module_process` runs it."""
 
 import os
 import sys

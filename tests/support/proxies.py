@@ -19,7 +19,7 @@ __all__ = ["PROXIES", "require_proxy", "running_picking_envoy", "running_proxy"]
 
 _CONFIGS = REPOSITORY / "deploy" / "proxies"
 _INTEGRATIONS = REPOSITORY / ".venv-integrations" / "bin"
-_START_TIMEOUT_S = 30
+_START_TIMEOUT_S = 90
 _SUBSET = "x-gateway-destination-endpoint-subset"
 # The ports and hosts of the configurations.
 _PORT = re.compile(r"\b(?:50050|50051|8000)\b")
@@ -88,7 +88,11 @@ async def running_proxy(
 
 @asynccontextmanager
 async def running_picking_envoy(
-    folder: Path, picker: tuple[str, int], last_resort: tuple[str, int]
+    folder: Path,
+    picker: tuple[str, int],
+    last_resort: tuple[str, int],
+    *,
+    response_body_mode: str = "NONE",
 ) -> AsyncIterator[tuple[str, str]]:
     """Runs Envoy as deploy/proxies/endpoint-picker.yaml configures it, on free ports.
 
@@ -99,6 +103,8 @@ async def running_picking_envoy(
         folder: gets the configuration.
         picker: host and port of the picker.
         last_resort: host and port of the HTTP server for requests while no picker answers.
+        response_body_mode: how the picker gets answers' bodies; gateways send them in the mode
+            FULL_DUPLEX_STREAMED.
 
     Yields:
         Envoy's URL, and that of its admin interface.
@@ -111,6 +117,10 @@ async def running_picking_envoy(
     admin = {"address": "127.0.0.1", "port_value": admin_port}
     config["admin"] = {"address": {"socket_address": admin}}
     filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    mode = filters[0]["typed_config"]["processing_mode"]
+    assert mode["response_body_mode"] == "NONE"
+    if response_body_mode != "NONE":
+        mode |= {"response_body_mode": response_body_mode, "response_trailer_mode": "SEND"}
     filters.insert(0, _subset_filter())
     places = {"routers": last_resort, "picker": picker}
     for cluster in config["static_resources"]["clusters"]:

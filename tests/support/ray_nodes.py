@@ -27,9 +27,18 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     # Ray would kill workers where tests beside them take most of the machine's memory.
     "RAY_memory_monitor_refresh_ms": "0",
+    # A node ends, and its workers with it, if its agents have not started within 30 s. These are
+    # programs in Python, which may take that long on a busy machine.
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    # For the answer of a node that lives: a connection that is refused needs no wait.
+    "RAY_health_check_timeout_ms": "60000",
     "OMP_NUM_THREADS": "1",
     "no_proxy": "127.0.0.1",
 }
+
+_RUN_S = 300.0
+_END_S = 120.0
 
 
 class RayNodes:
@@ -55,7 +64,7 @@ class RayNodes:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=_RUN_S,
         )
 
 
@@ -83,7 +92,10 @@ def running_ray(*cpus: int) -> Iterator[RayNodes]:
     try:
         yield RayNodes(python, process)
     finally:
-        process.communicate(timeout=60)
+        try:
+            process.communicate(timeout=_END_S)
+        finally:
+            process.kill()
 
 
 def main() -> None:
@@ -94,7 +106,9 @@ def main() -> None:
         from ray.cluster_utils import Cluster
 
         head, *others = map(int, sys.argv[1:])
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head})
+        # No dashboard, and no port that another cluster of this machine has.
+        options = {"include_dashboard": False, "dashboard_agent_listen_port": 0}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, **options})
         for number in others:
             cluster.add_node(num_cpus=number)
         print(cluster.address, flush=True)

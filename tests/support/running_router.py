@@ -77,7 +77,7 @@ class RunningRouter:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Waits for a condition on the fleet."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await wait_for_any_change(self.service.models)
 
@@ -90,7 +90,7 @@ class RunningRouter:
         return {replica.replica_id for replica in replicas}
 
     async def generate(
-        self, message: generation_pb2.GenerateRequest, timeout_s: float | None = 30
+        self, message: generation_pb2.GenerateRequest, timeout_s: float | None = 90
     ) -> list[generation_pb2.GenerateStreamResponse]:
         """Generates; returns all messages of the stream."""
         stream = self.stub.GenerateStream(message, timeout=timeout_s)

@@ -11,6 +11,8 @@ from typing import Any
 
 __all__ = ["ServedCluster", "read_until", "running", "running_serve"]
 
+_END_S = 60.0
+
 
 class ServedCluster:
     """A running cluster, as its first lines describe it.
@@ -38,7 +40,9 @@ class ServedCluster:
 
 @contextlib.contextmanager
 def running(command: list[Any], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Runs a process, which ends with the context."""
+    """Runs a process, which ends with the context. What it wrote that nothing has read is printed,
+    for a test that fails.
+    """
     process = subprocess.Popen(
         list(map(str, command)),
         stdout=subprocess.PIPE,
@@ -50,7 +54,10 @@ def running(command: list[Any], **options: Any) -> Iterator[subprocess.Popen[str
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        try:
+            print(process.communicate(timeout=_END_S)[0])
+        finally:
+            process.kill()
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:

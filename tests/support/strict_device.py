@@ -245,7 +245,8 @@ class StrictDevice(TorchDispatchMode):
             output = run()
         finally:
             self._capture = None
-        gc.collect()
+        if capture.alive:
+            gc.collect()
         kept = [tensor for ref in capture.alive.values() if (tensor := ref()) is not None]
         if kept:
             raise RefusedError(f"tensors live on in the graph's pool: {[t.shape for t in kept]}")

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.config import EngineConfig
@@ -19,6 +20,9 @@ from rpc.tracing import TracingConfig
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.ports import reserved_port
 from tests.support.running_router import RunningRouter, router_config_of, tokenizer
+from worker.kv_events.config import KvEventsConfig
+from worker.kv_events.publisher import KvEventPublisher
+from worker.kv_events.sockets import KvEventSockets
 from worker.server import SERVICE_NAMES as WORKER_SERVICES
 from worker.server import add_services
 
@@ -33,6 +37,7 @@ class WorkerHere:
         role: "prefill" or "decode".
         tracing: where it sends spans.
         variant: its checkpoint.
+        kv_events: where it publishes KV events.
     """
 
     def __init__(
@@ -41,8 +46,10 @@ class WorkerHere:
         role: str,
         tracing: TracingConfig | None = None,
         variant: str = "llama",
+        kv_events: KvEventsConfig | None = None,
     ) -> None:
         self.kv_connector, self.role, self._variant = kv_connector, role, variant
+        self._kv_events = kv_events
         self._tracing = tracing or TracingConfig()
         self.engine: AsyncEngine
         self._server: RpcServer
@@ -65,9 +72,11 @@ class WorkerHere:
         )
         self._server = RpcServer(ServerConfig(port=self.port), WORKER_SERVICES)
         await self._server.listen()
+        sockets = None if self._kv_events is None else KvEventSockets(self._kv_events)
         self.engine = await AsyncEngine.start(config)
         self.engine.role = Role[self.role.upper()]
-        self._tier = add_services(self.engine, self._server, self._tracing)
+        publisher = sockets and KvEventPublisher(sockets, self.engine, "kv@here@tiny")
+        self._tier = add_services(self.engine, self._server, self._tracing, publisher)
 
     async def stop(self) -> None:
         await self._server.stop(0)
@@ -85,17 +94,20 @@ async def running_tiers(
     tracing: TracingConfig | None = None,
     kv_connector: str | Mapping[str, str] = "",
     variant: str = "llama",
+    kv_events: Mapping[str, KvEventsConfig] = MappingProxyType({}),
     **router_options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """Runs one worker of a checkpoint per role, with its KV in the folder unless a connector is
     given, for all or by role, and a router that calls them, with these fields of its config.
+    Workers publish KV events if their role has a config of them.
     """
     async with AsyncExitStack() as stack:
         targets: dict[str, tuple[str, ...]] = {"prefill": (), "decode": ()}
         workers = []
         for role in roles:
             url = kv_connector if isinstance(kv_connector, str) else kv_connector[role]
-            workers.append(WorkerHere(url or f"file://{folder}/kv", role, tracing, variant))
+            url = url or f"file://{folder}/kv"
+            workers.append(WorkerHere(url, role, tracing, variant, kv_events.get(role)))
             await workers[-1].start()
             stack.push_async_callback(workers[-1].stop)
             targets[role] += (workers[-1].address,)

@@ -22,9 +22,18 @@ SHARED_BYTES_OF_SYSTEM = 1024  # of each program
 REGISTERS_OF_SM, REGISTERS_AT_ONCE = 65_536, 256  # a warp gets a multiple of these
 
 CASES = ["decode", "decode, sinks", "decode, 8-bit floats", "prompts", "prepare", "thresholds"]
+# Warps of a program, and programs of an SM that the plan counts on.
+RESIDENT = {
+    "decode, narrow heads": (4, 3),
+    "drafts of 4": (4, 2),
+    "drafts of 15": (4, 2),
+    "drafts of 15, wide heads": (8, 1),
+    "drafts of 1, latent": (8, 1),
+}
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(IS_CUDA, reason="the other tests compile here"),
 ]
 
@@ -55,9 +64,10 @@ def codes(tmp_path_factory):
     """The kernels of some cases, by case and name."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     del environment["TRITON_INTERPRET"]
-    command = [sys.executable, "-m", "tests.support.machine_code", "NVIDIA H200", *CASES]
+    command = [sys.executable, "-m", "tests.support.machine_code", "NVIDIA H200"]
+    command += [*CASES, *RESIDENT]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return {
@@ -74,6 +84,13 @@ def test_programs_that_share_contexts_are_all_resident(codes):
     assert codes["decode, sinks"]["attend_shares_kernel"].num_resident(decode.num_warps) == 3
     narrow = codes["decode, 8-bit floats"]["attend_shares_kernel"]
     assert narrow.num_resident(decode.num_warps) >= 2
+
+
+@pytest.mark.parametrize("case", RESIDENT)
+def test_programs_with_many_rows_are_all_resident(codes, case):
+    num_warps, num_programs = RESIDENT[case]
+    code = codes[case]["attend_shares_kernel"]
+    assert code.num_resident(num_warps) >= num_programs
 
 
 def test_kernels_keep_their_values_in_registers(codes):

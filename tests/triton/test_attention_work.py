@@ -52,6 +52,7 @@ class Plan:
             max_context_len=max(contexts),
             num_kv_heads=self.num_kv_heads,
             group_size=GROUP_SIZE,
+            value_dim=HEAD_DIM,
             num_processors=self.num_processors,
         )
         decode = replace(decode, min_tokens_per_split=self.min_tokens)

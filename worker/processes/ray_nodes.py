@@ -16,9 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from baton.common.errors import ConfigurationError
+from baton.common.module_process import end_with_parent
 from baton.common.ray_cluster import (
     ADDRESS_VARIABLE,
     PLACING_S,
+    AsyncActor,
+    actor_class,
     actor_options,
     described,
     join_cluster,
@@ -27,7 +30,6 @@ from baton.common.ray_cluster import (
 from engine.config import EngineConfig
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
-from worker.processes.child import end_with_parent
 from worker.processes.ports import free_port
 from worker.processes.spawn import ProcessSpec, spawn_here
 
@@ -46,7 +48,7 @@ _RETRY_S = 0.5
 
 
 class ServerActor:
-    """Starts one process on its node. Nodes import this class, so they need Baton's packages."""
+    """Starts one process on its node, in an actor."""
 
     def __init__(self) -> None:
         self._reading = asyncio.Lock()
@@ -107,14 +109,14 @@ class RemoteProcess:
     async def read(self, num_bytes: int) -> bytes:
         """Returns output of the process; nothing at its end, or if its node is lost."""
         try:
-            return bytes(await self._call(lambda: self._actor.read.remote(num_bytes)))
+            return bytes(await self._call(lambda: self._actor.call.remote("read", num_bytes)))
         except self._ray.exceptions.RayActorError:
             return b""
 
     async def wait(self) -> int:
         """Returns how the process ended, as if killed if its node is lost."""
         try:
-            self.returncode = int(await self._call(lambda: self._actor.wait.remote()))
+            self.returncode = int(await self._call(lambda: self._actor.call.remote("wait")))
         except self._ray.exceptions.RayError:
             self.returncode = _LOST
         return self.returncode
@@ -138,7 +140,7 @@ class RemoteProcess:
 
     async def _terminate(self) -> None:
         with suppress(self._ray.exceptions.RayError):  # then the process has ended
-            await self._call(lambda: self._actor.send_signal.remote(signal.SIGTERM))
+            await self._call(lambda: self._actor.call.remote("send_signal", signal.SIGTERM))
 
     async def _call(self, start: Callable[[], Any]) -> Any:
         """Calls the actor, again if only the connection to it was lost.
@@ -186,7 +188,7 @@ class RayNodes:
     async def _create_actor(self) -> Any:
         """Creates an actor in a thread: while Ray's head is away, the call does not return."""
         options = actor_options(self._resources, "SPREAD")
-        factory = self._ray.remote(ServerActor).options(**options)
+        factory = actor_class(self._ray, ServerActor, AsyncActor).options(**options)
         creating = asyncio.create_task(asyncio.to_thread(factory.remote))
         try:
             return await asyncio.shield(creating)
@@ -200,7 +202,7 @@ class RayNodes:
 
     async def _start(self, spec: ProcessSpec, actor: Any) -> RemoteProcess:
         # As an argument of a call, the token in it does not appear in Ray's dashboard.
-        starting = asyncio.wrap_future(actor.start.remote(spec).future())
+        starting = asyncio.wrap_future(actor.call.remote("start", spec).future())
         try:
             await asyncio.wait({starting}, timeout=PLACING_S)
         finally:

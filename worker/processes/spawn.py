@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from baton.common.container_limits import EndWatch
 from baton.common.flags.config_flags import flags_of_config
 from baton.common.flags.sources import variable_of, without_flag_variables
+from baton.common.module_process import module_command
 from engine.config import EngineConfig
 
 __all__ = ["LocalProcess", "ProcessSpec", "RunningProcess", "Spawn", "spawn_here", "worker_spec"]
@@ -18,7 +18,7 @@ __all__ = ["LocalProcess", "ProcessSpec", "RunningProcess", "Spawn", "spawn_here
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to run as `python -P -m module arguments...`; the log calls it `name`.
+    """A process that runs a module of Baton's with arguments; the log calls it `name`.
 
     Attributes:
         environment: variables besides those of this process that are no flags; not shown, as they
@@ -138,13 +138,7 @@ async def spawn_here(spec: ProcessSpec) -> LocalProcess:
 
 async def _start(spec: ProcessSpec, output: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # files of the working folder must not shadow the packages of the cluster
-        "-m",
-        "worker.processes.child",
-        str(os.getpid()),
-        spec.module,
-        *spec.arguments,
+        *module_command(spec.module, *spec.arguments, ends_with_parent=True),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=asyncio.subprocess.STDOUT,

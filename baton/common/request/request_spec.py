@@ -123,7 +123,7 @@ class RequestSpec:
             prediction_token_ids: the tokens of `params.prediction`.
         """
         if params.seed is None:
-            params = replace(params, seed=secrets.randbits(64) if params.temperature > 0 else 0)
+            params = params.with_seed(secrets.randbits(64) if params.temperature > 0 else 0)
         eos_stops = () if params.ignore_eos else eos_token_ids
         return cls(
             request_id=request_id,

@@ -224,6 +224,16 @@ class SamplingParams:
         if not isinstance(self.prediction, str):
             raise InvalidArgumentError.for_field("prediction", self.prediction, "a text")
 
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """A copy with another seed, 64-bit. `replace` would check all fields again, and nearly each
+        request needs a seed.
+        """
+        other = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(other, name, getattr(self, name))
+        object.__setattr__(other, "seed", seed)
+        return other
+
     @property
     def num_candidates(self) -> int:
         """Sequences that are generated: beams, or candidates."""

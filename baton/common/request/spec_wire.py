@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor
@@ -41,8 +42,10 @@ _EARLY_STOPPING = {
 }
 _MAX_INLINE_BYTES = 16 * 1024
 _Result = TypeVar("_Result")
-_ALL_FIELDS = frozenset(SamplingParams.__slots__)
-_DEFAULTS = SamplingParams()
+_ALL_NAMES = tuple(SamplingParams.__slots__)
+_ALL_FIELDS = frozenset(_ALL_NAMES)
+_all_values = attrgetter(*_ALL_NAMES)
+_DEFAULTS = _all_values(SamplingParams())
 _ALWAYS_SENT = ("max_tokens", "seed")
 _NEVER_SENT = ("prediction",)  # workers get its tokens
 _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
@@ -176,11 +179,9 @@ def spec_to_proto(
     Raises:
         DeadlineExceededError: the deadline has passed.
     """
-    only = {
-        name
-        for name in SamplingParams.__slots__
-        if name in _ALWAYS_SENT or getattr(spec.params, name) != getattr(_DEFAULTS, name)
-    }.difference(_NEVER_SENT)
+    values = zip(_ALL_NAMES, _all_values(spec.params), _DEFAULTS, strict=True)
+    only = {name for name, value, default in values if value != default}
+    only = only.union(_ALWAYS_SENT).difference(_NEVER_SENT)
     message = request_pb2.RequestSpec() if message is None else message
     message.prompt_token_ids.extend(spec.prompt_token_ids)
     parts = request_pb2.RequestSpec(

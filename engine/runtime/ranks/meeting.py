@@ -30,6 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from baton.common.version import __version__
 from engine.runtime.ranks.place import RankPlace
 
 __all__ = ["END", "Meeting", "shut_down"]
@@ -129,7 +130,7 @@ class Meeting:
         others, attempt = range(1, self.place.size), secrets.token_hex(8)
         names = {(kind, rank) for kind in (_STEPS, _TRANSFERS) for rank in others}
         with closing(socket.create_server((self.place.address, 0))) as server:
-            store.set("port", f"{server.getsockname()[1]} {attempt}")
+            store.set("port", f"{server.getsockname()[1]} {attempt} {__version__}")
             links = self._accept(server, names)
         self.steps = {rank: links[_STEPS, rank] for rank in others}
         self.transfers = [links[_TRANSFERS, rank] for rank in others]
@@ -167,7 +168,9 @@ class Meeting:
         """Connects twice to rank 0; returns the name of its attempt."""
         while True:
             self._wait_until(lambda: store.check(["port"]))
-            port, attempt = store.get("port").decode().split()
+            port, attempt, version = store.get("port").decode().split()
+            if version != __version__:  # messages of ranks have no format of their own
+                raise RuntimeError(f"rank 0 is Baton {version}, this rank {__version__}")
             try:
                 self.steps[0] = self._open_link(self.place.address, int(port), _STEPS)
                 self.transfers.append(self._open_link(self.place.address, int(port), _TRANSFERS))

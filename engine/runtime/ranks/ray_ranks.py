@@ -18,7 +18,14 @@ from typing_extensions import override
 
 from baton.common.errors import ConfigurationError
 from baton.common.ports import keep_from_others
-from baton.common.ray_cluster import actor_options, in_bundle, join_cluster, reserve
+from baton.common.ray_cluster import (
+    BlockingActor,
+    actor_class,
+    actor_options,
+    in_bundle,
+    join_cluster,
+    reserve,
+)
 from baton.common.security.cluster import ClusterSecurity
 from engine.config import EngineConfig
 from engine.runtime.device import resolve_device
@@ -35,7 +42,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class RankActor:
-    """A rank other than 0. Nodes import this class, so they need Baton's packages."""
+    """A rank other than 0, in an actor."""
 
     def follow(
         self, place: RankPlace, config: EngineConfig, token: str, security: ClusterSecurity | None
@@ -83,11 +90,13 @@ class RayRanks(HostRanks):
             first, *others = self._places(nodes)
             # Arguments of calls do not appear in Ray's dashboard, unlike environment variables.
             theirs = replace(config, weights_folder=None)  # a folder of this machine
+            factory = actor_class(self._ray, RankActor, BlockingActor)
             self._results = [
-                self._ray.remote(RankActor)
-                .options(**actor_options(bundle, in_bundle(self._group, place.rank - 1)))
+                factory.options(**actor_options(bundle, in_bundle(self._group, place.rank - 1)))
                 .remote()
-                .follow.remote(place, theirs, token, security and security.without_token_file())
+                .call.remote(
+                    "follow", place, theirs, token, security and security.without_token_file()
+                )
                 for place in others
             ]
             super().__init__(first, config, ClusterSecurity(token=token))

@@ -4,23 +4,23 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from typing_extensions import override
 
 from baton.common.container_limits import EndWatch
+from baton.common.module_process import module_command, path_variable
 from engine.runtime.ranks.meeting import shut_down
 from kernels.ranks import EngineRanks, RankGroup
 
 __all__ = ["RankChildren", "StartedRanks"]
 
+_MODULE = "engine.runtime.ranks"
 _END_TIMEOUT_S = 5.0
 _logger = logging.getLogger("baton.engine")
 
@@ -123,15 +123,12 @@ class RankChildren:
         self.links.append(link)
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - this program
-                [
-                    *(sys.executable, "-P", "-m", "worker.processes.child", str(os.getpid())),
-                    *("engine.runtime.ranks", str(theirs.fileno())),
-                ],
+                module_command(_MODULE, str(theirs.fileno()), ends_with_parent=True),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*files, theirs.fileno()),
                 # Signals of a terminal are for rank 0, which drains while the others compute.
                 start_new_session=True,
-                env=_environment(),
+                env={**os.environ, **path_variable()},
             )
         self._processes.append(process)
         watcher = threading.Thread(
@@ -169,9 +166,3 @@ class RankChildren:
         if status != 0:  # a rank that rank 0 has ended may end before `close`
             _logger.error("rank %d %s", rank, end.describe(status))
         self._on_end()
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of a rank's process, which imports what this process would."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path}

@@ -33,7 +33,7 @@ from kvstore.block_key import KEY_BYTES
 
 __all__ = ["Extent", "ExtentTable", "Header", "SeenObject", "State", "TableFullError"]
 
-_FORMAT = int.from_bytes(b"BATONSH3", "little")
+_FORMAT = b"BATONSH3"
 _MAX_EXTENTS = 1 << 22
 _RING = 1 << 14
 _CELL = ctypes.c_uint64
@@ -181,13 +181,10 @@ class ExtentTable:
             _create(path)
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(self._fd).st_size != _FILE_BYTES:
-                raise _other_version(path)
+            _check_format(self._fd, path)
             memory = mmap.mmap(self._fd, _FILE_BYTES)
             file = _TableFile.from_buffer(memory)
             self.header: Header = file.header
-            if self.header.format != _FORMAT:
-                raise _other_version(path)
         except OSError:
             os.close(self._fd)
             raise
@@ -296,7 +293,8 @@ def _create(path: Path) -> None:
     try:
         os.ftruncate(fd, _FILE_BYTES)
         os.posix_fallocate(fd, 0, _EXTENTS_AT)
-        os.pwrite(fd, bytes(Header(format=_FORMAT)), _TableFile.header.offset)
+        header = Header(format=int.from_bytes(_FORMAT, "little"))
+        os.pwrite(fd, bytes(header), _TableFile.header.offset)
         with suppress(FileExistsError):
             os.link(made, path)
     finally:
@@ -304,5 +302,19 @@ def _create(path: Path) -> None:
         made.unlink()
 
 
-def _other_version(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "another version of Baton made it; remove it", str(path))
+def _check_format(fd: int, path: Path) -> None:
+    """Refuses a table that another version of Baton made.
+
+    Raises:
+        OSError: names the formats of both versions, or the lengths of their files.
+    """
+    found, num_bytes = os.pread(fd, len(_FORMAT), 0), os.fstat(fd).st_size
+    if found != _FORMAT:
+        theirs, ours = (repr(each.decode("latin-1")) for each in (found, _FORMAT))
+        difference = f"format {theirs}, this one has {ours}"
+    elif num_bytes != _FILE_BYTES:
+        difference = f"a table of {num_bytes} bytes, this one has {_FILE_BYTES}"
+    else:
+        return
+    text = f"another version of Baton made it, with {difference}; remove it"
+    raise OSError(errno.EINVAL, text, str(path))

@@ -22,20 +22,26 @@ def installed(tmp_path):
 def test_the_packages_come_before_those_of_others_and_after_a_scripts_folder(installed, tmp_path):
     site = tmp_path / "site"
     path = ["/script", "/usr/lib/python3", str(site), str(installed)]
-    add_to_path(path, installed=installed, site=site)
+    add_to_path(path, folder=installed, installed={str(site)})
     assert path[:4] == ["/script", "/usr/lib/python3", str(installed), str(site)]
+    add_to_path(path, folder=installed, installed={str(site)})
+    assert path.count(str(installed)) == 2
 
 
 def test_packages_whose_folder_is_not_on_the_path_come_last(installed, tmp_path):
     path = ["/script"]
-    add_to_path(path, installed=installed, site=tmp_path / "site")
+    add_to_path(path, folder=installed, installed={str(tmp_path / "site")})
     assert path == ["/script", str(installed)]
 
 
-def test_a_source_tree_leaves_the_path_alone(tmp_path):
-    path = [str(tmp_path)]
-    add_to_path(path, installed=tmp_path / "none", site=tmp_path)
-    assert path == [str(tmp_path)]
+def test_a_source_tree_comes_before_all_installed_packages(tmp_path):
+    tree, user, site = (str(tmp_path / name) for name in ("tree", "user", "site"))
+    path = ["/usr/lib/python3", user, site, tree]  # as an editable installation has it
+    add_to_path(path, folder=Path(tree), installed={site, user})
+    assert path == ["/usr/lib/python3", tree, user, site, tree]
+    run_there = [tree, "/usr/lib/python3", site]
+    add_to_path(run_there, folder=Path(tree), installed={site})
+    assert run_there == [tree, "/usr/lib/python3", site]
 
 
 def test_another_package_of_the_same_name_is_refused_by_name(installed):

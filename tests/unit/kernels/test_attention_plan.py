@@ -22,7 +22,15 @@ DECODE = DecodeAttentionLaunch(
 PREFILL = AttentionLaunch(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
-def sizes_of(query_lens, *, max_context_len=4096, group_size=4, num_kv_heads=8, num_processors=132):
+def sizes_of(
+    query_lens,
+    *,
+    max_context_len=4096,
+    group_size=4,
+    value_dim=128,
+    num_kv_heads=8,
+    num_processors=132,
+):
     return AttentionSizes(
         num_tokens=sum(query_lens),
         num_seqs=len(query_lens),
@@ -30,6 +38,7 @@ def sizes_of(query_lens, *, max_context_len=4096, group_size=4, num_kv_heads=8, 
         max_context_len=max_context_len,
         num_kv_heads=num_kv_heads,
         group_size=group_size,
+        value_dim=value_dim,
         num_processors=num_processors,
     )
 
@@ -53,6 +62,25 @@ def test_exactly_one_pass_with_enough_blocks_handles_each_sequence(query_lens, g
         if part.has_many_blocks:
             num_blocks = sum(-(-length * group_size // part.block_m) for length in query_lens)
         assert part.num_blocks >= num_blocks
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "value_dim", "num_warps", "programs_per_sm"),
+    [(4, 128, 4, 3), (20, 128, 4, 2), (64, 128, 4, 2), (20, 512, 8, 1), (64, 256, 8, 1)],
+)
+def test_programs_with_more_sums_get_more_registers(
+    num_rows, value_dim, num_warps, programs_per_sm
+):
+    sharing = replace(DECODE, shares_evenly=1, programs_per_sm=3)
+    sizes = sizes_of([num_rows // 4] * 64, value_dim=value_dim)
+    (part,) = plan_passes(sizes, sharing, PREFILL)
+    assert (part.num_warps, part.num_programs) == (num_warps, 132 * programs_per_sm)
+    assert not part.has_many_blocks
+
+
+def test_blocks_whose_sums_do_not_fit_the_registers_use_the_tiles_of_prompts():
+    (part,) = plan_passes(sizes_of([16] * 8, value_dim=512), DECODE, PREFILL)
+    assert part.has_many_blocks
 
 
 def test_single_token_sequences_use_the_smallest_tiles():

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import block_key, formats
 from kvstore.block_key import (
     KEY_BYTES,
     BlockKeyChain,
@@ -13,6 +15,7 @@ from kvstore.block_key import (
     layer_group_key,
     tail_key,
 )
+from kvstore.formats import describe_formats
 
 NAMESPACE = derive_namespace(
     model_fingerprint=b"model", kv_dtype="float32", layout_version=1, block_size=4
@@ -117,3 +120,19 @@ def test_each_layer_group_has_its_own_keys() -> None:
     grouped = {layer_group_key(key, group) for key in keys for group in range(3)}
     assert len(grouped) == 9
     assert {len(key) for key in grouped} == {KEY_BYTES}
+
+
+@pytest.mark.parametrize(
+    "name", ["KEY_FORMAT_VERSION", "OBJECT_FORMAT_VERSION", "HANDOFF_FORMAT_VERSION"]
+)
+def test_another_version_of_any_format_is_another_namespace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (formats, block_key):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, 2)
+    other = derive_namespace(
+        model_fingerprint=b"model", kv_dtype="float32", layout_version=1, block_size=4
+    )
+    assert other != NAMESPACE
+    assert f"{name.partition('_')[0].lower()}s 2" in describe_formats()

@@ -30,7 +30,7 @@ def test_the_namespace_is_made_of_the_form_and_the_model() -> None:
 def test_a_form_is_described_in_words() -> None:
     fingerprint = bytes.fromhex("3fa2b1c4d5e6f708")
     assert TransferForm(16, "bfloat16").describe(fingerprint) == (
-        "model 3fa2b1c4d5e6, bfloat16, 16 tokens per block, layout 1"
+        "model 3fa2b1c4d5e6, bfloat16, 16 tokens per block, layout 1, keys 1, objects 1, handoffs 1"
     )
     assert "8 tokens per block, 2 head slices" in TransferForm(8, "fp8_e4m3", 2).describe(b"m")
     assert "block, 2 layer slices, layout 1" in TransferForm(8, "fp8_e4m3", 1, 2).describe(b"m")
@@ -51,7 +51,7 @@ def test_states_are_part_of_the_namespace_but_not_how_their_slots_are_cut() -> N
         forms[1]
         .describe(b"m")
         .endswith(
-            "layout 1, 6 states of conv [12, 30] bfloat16, sum [8, 16] float32, state layout 1"
+            "handoffs 1, 6 states of conv [12, 30] bfloat16, sum [8, 16] float32, state layout 1"
         )
     )
 

@@ -30,7 +30,10 @@ FLAGS_OF_OTHERS = {
     "buf": {"--header", "--reflect-header"},
     "torchrun": {"--max-restarts"},
     "ray": {"--num-cpus"},
-    "vllm": {"--kv-transfer-config", "--scheduling-policy", "--structured-outputs-config"},
+    "vllm": {
+        *("--kv-transfer-config", "--kv-events-config"),
+        *("--scheduling-policy", "--structured-outputs-config"),
+    },
 }
 
 

@@ -2,7 +2,11 @@
 commands Baton understands; values that are wrong are refused by name.
 """
 
+import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,12 +26,14 @@ from tests.support.helm_chart import (
     pod_templates,
     render_all,
     schema_errors,
+    workloads,
 )
 from tests.support.pages import blocks
 
 pytestmark = needs_helm
 
 VERSIONS = ("1.30.0", "1.37.0")  # the oldest that the chart states, and the newest with schemas
+COMPONENT = "app.kubernetes.io/component"
 KEDA = {"type": "keda", "minReplicas": 0, "backlogSeconds": 1.5}
 TLS = {"enabled": True, "certManager": {"enabled": True, "issuer": {"name": "ca"}}}
 CASES = {
@@ -61,8 +67,11 @@ CASES = {
             "hub": {"tokenSecret": {"name": "hub"}, "cacheClaimName": "hub"},
         },
         "discovery": "registration",
-        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
-        "router": {"readyWithoutWorkers": True},
+        "autoscaling": {
+            "prometheusUrl": "http://prometheus:9090",
+            "seriesSelector": {"model": "org/'model'"},
+        },
+        "router": {"readyWithoutWorkers": True, "batches": {"enabled": True, "sizeLimit": "9Gi"}},
         "prefill": {"autoscaling": KEDA},
         "decode": {
             "autoscaling": KEDA,
@@ -73,7 +82,8 @@ CASES = {
         "podMonitor": {"enabled": True},
     },
     "groups": {
-        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {"type": "hpa"}},
+        "decode": {"groupSize": 2, "gpus": 1, "autoscaling": {**KEDA, "minReplicas": 1}},
+        "autoscaling": {"prometheusUrl": "http://prometheus:9090"},
         "prefill": {"groupSize": 4, "rollingUpdate": {"maxSurge": "50%"}},
         "discovery": "dns",
     },
@@ -82,6 +92,7 @@ CASES = {
         "auth": {"existingSecret": "mine"},
         "kvConnector": "rediss://cache:6379/0",
         "redis": {"enabled": False},
+        "autoscaling": {"seriesSelector": {"model": "qwen3", "cluster": "a"}},
         "prefill": {"autoscaling": {"type": "hpa"}, "pdb": {"enabled": False}},
         "networkPolicy": {"enabled": False},
         "serviceAccount": {"routerName": "given"},
@@ -90,11 +101,16 @@ CASES = {
         "endpointPicker": {"enabled": True, "failureMode": "FailClose"},
         "networkPolicy": {"clients": [{"podSelector": {}}]},
         "podMonitor": {"enabled": True},
-        "router": {"drainTimeoutSeconds": 200, "args": ["--tool-call-parser=hermes"]},
+        "router": {
+            "drainTimeoutSeconds": 200,
+            "args": ["--tool-call-parser=hermes"],
+            "batches": {"enabled": True, "claimName": "batches"},
+        },
         "decode": {"groupSize": 2},
         "prefill": {"drainTimeoutSeconds": 30},
     },
 }
+CASES["set"] = {**CASES["groups"], "disaggregatedSet": {"enabled": True}}
 REFUSED = {
     "/router/replicas": {"router": {"replicas": "many"}},
     "/decode/autoscaling/type": {"decode": {"autoscaling": {"type": "kedda"}}},
@@ -121,6 +137,20 @@ REFUSED = {
     },
     "prefill.rollingUpdate: maxSurge and maxUnavailable are both 0": {
         "prefill": {"rollingUpdate": {"maxSurge": "0%"}}
+    },
+    "'mod-el' does not match pattern": {"autoscaling": {"seriesSelector": {"mod-el": "a"}}},
+    "autoscaling.seriesSelector.model is": {
+        "autoscaling": {"seriesSelector": {"model": "org/model"}},
+        "decode": {"autoscaling": {"type": "hpa"}},
+    },
+    "router.batches.claimName is empty": {"router": {"replicas": 2, "batches": {"enabled": True}}},
+    "prefill.replicas is 1 and decode.replicas is 0": {
+        "disaggregatedSet": {"enabled": True},
+        "decode": {"replicas": 0},
+    },
+    "set fullnameOverride to one of at most 30": {
+        "disaggregatedSet": {"enabled": True},
+        "fullnameOverride": "n" * 31,
     },
     "minReplicas is 5, above maxReplicas 4": {
         "decode": {"autoscaling": {"type": "hpa", "minReplicas": 5}}
@@ -154,10 +184,6 @@ def of_kind(manifests, *kinds):
 
 def by_name(manifests, kind):
     return {manifest["metadata"]["name"]: manifest for manifest in of_kind(manifests, kind)}
-
-
-def workloads(manifests):
-    return of_kind(manifests, "Deployment", "LeaderWorkerSet")
 
 
 def pods_of(manifests):
@@ -270,12 +296,24 @@ def test_volumes_are_mounted_and_secrets_have_their_keys(manifests):
             assert "/run/baton-tls" in paths, file
 
 
+def test_pods_of_workers_have_the_role_that_llm_d_knows(manifests):
+    roles = {
+        workload["metadata"]["name"]: [
+            pod["metadata"]["labels"].get("llm-d.ai/role") for pod in pod_templates(workload)
+        ]
+        for workload in workloads(manifests)
+    }
+    for name, of_pods in roles.items():
+        tier = name.rpartition("-")[2]
+        assert set(of_pods) == ({tier} if tier in ("prefill", "decode") else {None})
+
+
 def test_selectors_find_the_pods_of_their_name(manifests):
     index = "leaderworkerset.sigs.k8s.io/worker-index"  # which LeaderWorkerSet adds
     labels = {
         workload["metadata"]["name"]: {
             **pod_templates(workload)[0]["metadata"]["labels"],
-            **({index: "0"} if workload["kind"] == "LeaderWorkerSet" else {}),
+            **({index: "0"} if workload["kind"] != "Deployment" else {}),
         }
         for workload in workloads(manifests)
     }
@@ -295,7 +333,7 @@ def test_selectors_find_the_pods_of_their_name(manifests):
 
 @pytest.mark.parametrize("case", ["keda", "pool"])
 def test_only_clients_reach_the_ports_for_requests(answers, case):
-    """Although all pods may read the workers' metrics."""
+    """Although all pods may read the workers' metrics. A picker asks whether servers are ready."""
     manifests = answers[list(CASES).index(case)]
     (client,) = CASES[case]["networkPolicy"]["clients"]
     policies = by_name(manifests, "NetworkPolicy")
@@ -305,8 +343,10 @@ def test_only_clients_reach_the_ports_for_requests(answers, case):
         for rule in rules
         if {"http", "picker"} & {entry["port"] for entry in rule.get("ports", ())}
     ]
-    assert peers == [[client]] * len(peers)
-    assert len(peers) == (2 if case == "pool" else 1)
+    assert all(client in those for those in peers)
+    pickers = [peer for those in peers for peer in those if peer != client]
+    parts = [peer["podSelector"]["matchLabels"][COMPONENT] for peer in pickers]
+    assert (len(peers), parts) == ((2, ["router"]) if case == "pool" else (1, []))
 
 
 def test_targets_name_services(manifests):
@@ -360,6 +400,84 @@ def test_autoscalers_have_their_target_and_follow_metrics_that_exist(manifests):
         assert ("replicas" in workload["spec"]) == (named not in targets)
         targets.discard(named)
     assert not targets
+
+
+def test_a_horizontal_autoscaler_selects_the_series_of_its_release(answers):
+    manifests = answers[list(CASES).index("hpa")]
+    (scaler,) = of_kind(manifests, "HorizontalPodAutoscaler")
+    metrics = [metric["external"]["metric"] for metric in scaler["spec"]["metrics"]]
+    labels = {"model": "qwen3", "cluster": "a"}
+    assert {metric["name"]: metric["selector"]["matchLabels"] for metric in metrics} == {
+        "baton_backlog_seconds": {**labels, "tier": "prefill"},
+        "baton_waiting_requests": labels,
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    ("case", "labels"),
+    [("keda", {"model": "org/'model'"}), ("set", {"namespace": NAMESPACE, "model": "demo"})],
+)
+def test_queries_count_each_replica_of_their_release_once(answers, case, labels, tmp_path):
+    """Prometheus evaluates them; two routers of two releases each report one decode replica."""
+    scaled = by_name(answers[list(CASES).index(case)], "ScaledObject")["baton-decode"]
+    decode = {"tier": "decode", "replica": "10.0.0.1:50051"}
+    series = [
+        {
+            "series": name + _selector({**labels, **release, **more, "pod": pod}),
+            "values": str(value),
+        }
+        for release in ({}, {next(iter(labels)): "another"})
+        for pod, value in (("router-1", 2), ("router-2", 3))
+        for name, more in (
+            ("baton_router_replica_backlog_seconds", decode),
+            ("baton_router_replica_backlog_seconds", {**decode, "tier": "prefill"}),
+            ("baton_router_waiting_requests", {}),
+            ("baton_router_replica_requests", decode),
+        )
+    ]
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    evaluated = [
+        {"expr": query, "eval_time": "0s", "exp_samples": [{"labels": "{}", "value": value}]}
+        for query, value in zip(queries, (3, 5, 3), strict=False)  # the third is for zero replicas
+    ]
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": evaluated}]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"tests": tests}))
+    command = ["promtool", "test", "rules", "queries.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(queries) == (3 if scaled["spec"]["minReplicaCount"] == 0 else 2)
+
+
+def _selector(labels):
+    return "{" + ",".join(f"{label}={json.dumps(text)}" for label, text in labels.items()) + "}"
+
+
+def test_roles_of_a_set_are_the_sets_of_both_tiers(answers):
+    apart, together = (answers[list(CASES).index(case)] for case in ("groups", "set"))
+    (manifest,) = of_kind(together, "DisaggregatedSet")
+    roles = {f"baton-{role['name']}": role["spec"] for role in manifest["spec"]["roles"]}
+    sets = by_name(apart, "LeaderWorkerSet")
+    assert {name: groups["spec"] for name, groups in sets.items()} == roles
+    kinds = "LeaderWorkerSet", "ScaledObject", "Secret"  # the Secret is random
+    assert not of_kind(together, "LeaderWorkerSet")
+    others = [manifest for manifest in apart if manifest["kind"] not in kinds]
+    assert [manifest for manifest in others if manifest not in together] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "container", "volume"),
+    [
+        ("keda", "router", {"emptyDir": {"sizeLimit": "9Gi"}}),
+        ("pool", "router", {"persistentVolumeClaim": {"claimName": "batches"}}),
+        ("pool", "decode-router", {"persistentVolumeClaim": {"claimName": "batches"}}),
+    ],
+)
+def test_batches_have_a_folder_in_a_volume(answers, case, container, volume):
+    pod, router = baton_pods(answers[list(CASES).index(case)])[container]
+    (mount,) = (mount for mount in router["volumeMounts"] if mount["name"] == "batches")
+    assert Path(mount["mountPath"]) in Path(flags_of(router)["--batch-folder"]).parents
+    assert {"name": "batches", **volume} in pod["volumes"]
 
 
 def test_a_gateway_finds_the_picker_and_the_routers_beside_the_workers(answers):

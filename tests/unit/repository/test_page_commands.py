@@ -84,7 +84,9 @@ COMMANDS = {
     },
     "docs/compose.md": {
         "docker-compose up": COMPOSE_UP,
-        "baton complete": COMPLETE,
+        "docker-compose exec router": Read(COMPOSE_UP.test),
+        "curl": Read(COMPOSE_UP.test),
+        "docker-compose down": RunBy(COMPOSE_UP.test, '"down", "--volumes"', CONTAINERS_SUPPORT),
         "docker-compose --profile two-routers up": RunBy(
             UPGRADE, '"--profile=two-routers"', CONTAINERS_SUPPORT
         ),

@@ -20,6 +20,7 @@ from tests.support.certificates import Authority, write_files
 from tests.support.fake_workers import FakeDecode
 from worker.decode import add_args as add_decode_args
 from worker.decode import main as decode_main
+from worker.kv_events.config import KvEventsConfig
 from worker.processes.spawn import ProcessSpec
 from worker.processes.supervisor import RestartPolicy
 from worker.replica_set import MAX_REPLICAS
@@ -36,6 +37,7 @@ FLAGS = (
     *("--log-format=json", "--ssl-certfile=c", "--ssl-keyfile=k", "--cluster-token-file=t"),
     *("--otlp-traces-endpoint=http://traces:4317", "--revision=v2", "--tensor-parallel-size=2"),
     *("--kv-connector=redis://:secret@host:1/0", "--num-threads=2", "--no-enable-prefix-caching"),
+    *("--kv-events-zmq=tcp://*:5557", "--kv-events-topic=kv@here@m"),
 )
 
 
@@ -65,6 +67,8 @@ def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
     assert config_from_args(ServerConfig, own) == replace(server, port=7123, port_file=None)
     metrics = config_from_args(MetricsConfig, given)
     assert config_from_args(MetricsConfig, own) == replace(metrics, port=9002)
+    events = config_from_args(KvEventsConfig, given)
+    assert config_from_args(KvEventsConfig, own) == replace(events, kv_events_zmq="tcp://*:5559")
 
 
 def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():
@@ -125,7 +129,7 @@ async def test_a_worker_elsewhere_is_listed_at_the_address_of_its_latest_start(m
     policy = RestartPolicy(first_delay_s=0.0)
     replica = RemoteReplica(spec, spawn, CertificateFiles(), lambda _: None, policy)
     moves = asyncio.Queue()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await replica.start(lambda: moves.put_nowait(replica.address))
         assert await moves.get() == replica.address == places[0].address
         places[0].kill()  # its node is lost
@@ -193,11 +197,13 @@ def test_a_set_that_finds_no_room_says_so_and_ends(tmp_path, monkeypatch, capfd)
     assert "baton decode: error: decode-0 could not be started: the Ray cluster had no" in error
 
 
-def test_workers_elsewhere_have_no_ports_for_metrics(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("flag", ["--metrics-port=0", "--kv-events-zmq=tcp://*:5557"])
+def test_workers_elsewhere_have_no_other_ports(flag, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
-    flags = ("-dp=2", "--on=ray", "--metrics-port=0", f"--cluster-token-file={tmp_path}/token")
+    flags = ("-dp=2", "--on=ray", flag, f"--cluster-token-file={tmp_path}/token")
     assert decode_main(parse("demo", "--port=0", *flags)) == 2
-    assert "--metrics-port is for workers of one machine" in capfd.readouterr().err
+    name = flag.partition("=")[0]
+    assert f"{name} is for workers of one machine" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

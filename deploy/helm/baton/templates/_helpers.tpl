@@ -150,6 +150,19 @@ redis://{{ include "baton.fullname" . }}-redis:6379/0?password_file=/run/baton/r
 {{- toJson $update -}}
 {{- end -}}
 
+{{- /* Where routers keep the files and batches of clients. */ -}}
+{{- define "baton.batchVolume" -}}
+{{- with .Values.router.batches -}}
+{{- if .claimName -}}
+- {name: batches, persistentVolumeClaim: {claimName: {{ .claimName }}}}
+{{- else if or (gt (int $.Values.router.replicas) 1) $.Values.endpointPicker.enabled -}}
+{{- fail "router.batches.claimName is empty, and there are several routers: each would have batches of its own" -}}
+{{- else -}}
+- {name: batches, emptyDir: {{ ternary (dict "sizeLimit" .sizeLimit) dict (ne .sizeLimit "") | toJson }}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* What the platform does before SIGTERM, and how long the process has in all. */ -}}
 {{- define "baton.grace" -}}
 {{- add .preStopSeconds .shutdownDelaySeconds .drainTimeoutSeconds 15 -}}
@@ -208,6 +221,9 @@ dns:///{{ include "baton.fullname" .root }}-{{ .tier }}.{{ .root.Release.Namespa
 {{- define "baton.podMetadata" -}}
 labels:
   {{- include "baton.labels" . | nindent 2 }}
+  {{- if ne .component "router" }}
+  llm-d.ai/role: {{ .component }}
+  {{- end }}
   {{- with .values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -222,10 +238,47 @@ annotations: {{ toJson . }}
 sum(max by (replica) (baton_router_replica_backlog_seconds{ {{- $series }},tier="{{ .tier }}"}))
 {{- end -}}
 
+{{- /* The query of the requests that a tier's replicas have. */ -}}
+{{- define "baton.requestsQuery" -}}
+{{- $series := include "baton.seriesSelector" .root -}}
+sum(max by (replica) (baton_router_replica_requests{ {{- $series }},tier="{{ .tier }}"}))
+{{- end -}}
+
 {{- define "baton.waitingQuery" -}}
 sum(baton_router_waiting_requests{ {{- include "baton.seriesSelector" .root -}} })
 {{- end -}}
 
 {{- define "baton.seriesSelector" -}}
-{{- .Values.autoscaling.seriesSelector | default (printf "namespace=%q" .Release.Namespace) -}}
+{{- $matchers := list -}}
+{{- range $label, $value := .Values.autoscaling.seriesSelector | default (dict "namespace" .Release.Namespace) -}}
+{{- $matchers = append $matchers (printf "%s=%q" $label $value) -}}
+{{- end -}}
+{{- join "," $matchers -}}
+{{- end -}}
+
+{{- /* The same labels for a HorizontalPodAutoscaler, whose metrics are those of its namespace already. */ -}}
+{{- define "baton.metricLabels" -}}
+{{- range $label, $value := .Values.autoscaling.seriesSelector -}}
+{{- if not (regexMatch "^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$" $value) -}}
+{{- fail (printf "autoscaling.seriesSelector.%s is %q, which is no label value of Kubernetes; only type keda can select it" $label $value) -}}
+{{- end -}}
+{{- end -}}
+{{- .Values.autoscaling.seriesSelector | default dict | toJson -}}
+{{- end -}}
+
+{{- /* "true" if the tier's replicas are groups of pods. Arguments: root, values. */ -}}
+{{- define "baton.isGroup" -}}
+{{- if or .root.Values.disaggregatedSet.enabled (gt (int .values.groupSize) 1) -}}true{{- end -}}
+{{- end -}}
+
+{{- /* The object whose replicas a scaler sets; that of a role is made by the controller of its set.
+Arguments: root, component, values. */ -}}
+{{- define "baton.scaleTarget" -}}
+{{- $target := dict "apiVersion" "apps/v1" "kind" "Deployment" -}}
+{{- if .root.Values.disaggregatedSet.enabled -}}
+{{- $target = dict "apiVersion" "disaggregatedset.x-k8s.io/v1" "kind" "DisaggregatedSetRoleScaler" -}}
+{{- else if include "baton.isGroup" . -}}
+{{- $target = dict "apiVersion" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet" -}}
+{{- end -}}
+{{- toJson (set $target "name" (printf "%s-%s" (include "baton.fullname" .root) .component)) -}}
 {{- end -}}

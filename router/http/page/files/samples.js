@@ -8,6 +8,8 @@ const MAX_SEATS = 2000;
 const MAX_LATE_S = 60;
 const GONE_MS = 10 * 60 * 1000;
 
+export const BAD_STATES = ["lost", "ejected", "gone"];
+
 // A number of the router's JSON, where zeros are left out and 64-bit integers are texts.
 export function number(value) {
   return Number(value ?? 0);
@@ -108,7 +110,10 @@ export class Samples {
     if (!earlier) {
       this.note(timeMs, replica, "it was added");
     } else if (stateOf(earlier) !== state) {
-      this.note(timeMs, replica, replica.problem ?? `it was ${stateOf(earlier)}`);
+      const before = stateOf(earlier);
+      const isBack = state === "ready" && BAD_STATES.includes(before);
+      const text = isBack ? `it is back after being ${before}` : `it was ${before}`;
+      this.note(timeMs, replica, replica.problem ?? text);
     } else if (earlier.worker_id && replica.worker_id && earlier.worker_id !== replica.worker_id) {
       this.note(timeMs, replica, "its process has started again");
     }

@@ -2,12 +2,11 @@
 
 import { loadChart } from "./charts.js";
 import { h } from "./dom.js";
-import { keyOf, number, stateOf, tierOf, usedKv } from "./samples.js";
+import { BAD_STATES, keyOf, number, stateOf, tierOf, usedKv } from "./samples.js";
 import { clockTime, duration, endOf, milliseconds, percent, seconds, short } from "./texts.js";
 import { topology } from "./topology.js";
 import { legend, requestList } from "./waterfall.js";
 
-const BAD_STATES = ["lost", "ejected", "gone"];
 const queries = (replica) => number(replica.load?.prefix_cache_queries);
 const hits = (replica) => number(replica.load?.prefix_cache_hits);
 const generated = (replica) => number(replica.counters?.generated_tokens);

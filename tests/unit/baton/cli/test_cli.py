@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -351,3 +352,22 @@ def test_generate_prints_log_probabilities_after_the_text(capsys):
         "token 7 -1.7500 rank 7 | 9 -0.5000, 6 -1.5000, 7 -1.7500",
     ]
     assert "3 generated" in summary
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
+    missing = replace(baton.cli.COMMANDS["health"], module="a_missing_package.probe")
+    monkeypatch.setitem(baton.cli.COMMANDS, "health", missing)
+    assert main(["health"]) == 1
+    error = "baton health: error: a_missing_package is not installed; `baton doctor` names all"
+    assert capsys.readouterr().err.startswith(error)
+    # A module of Baton's that is missing is a bug, whose place is shown.
+    missing = replace(missing, module="baton.cli.missing")
+    monkeypatch.setitem(baton.cli.COMMANDS, "health", missing)
+    with pytest.raises(ModuleNotFoundError, match=r"baton\.cli\.missing"):
+        main(["health"])
+
+
+def test_the_doctor_has_flags_where_packages_for_calls_are_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "baton.cli.operator_calls", None)
+    args = baton.cli.build_parser("doctor").parse_args(["doctor", "--json"])
+    assert args.json

@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -45,42 +44,3 @@ def test_threads_of_torch_wait_passively_unless_the_environment_sets_a_policy(
     with pytest.raises(SystemExit):
         main(["--version"])
     assert os.environ["OMP_WAIT_POLICY"] == policy
-
-
-@pytest.mark.parametrize(("given", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_child_processes_have_the_same_wait_policy(given, policy):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    if given is not None:
-        environment["OMP_WAIT_POLICY"] = given
-    assert variable_of_child("OMP_WAIT_POLICY", environment) == policy
-
-
-def variable_of_child(name, environment):
-    module = "tests.support.print_variable"
-    result = subprocess.run(
-        [sys.executable, "-m", "worker.processes.child", str(os.getpid()), module, name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    return result.stdout.strip()
-
-
-def test_files_of_the_working_folder_do_not_shadow_packages_of_a_child(tmp_path):
-    (tmp_path / "tests.py").write_text("raise SystemExit('the wrong module')")
-    project = str(Path(__file__).parents[4])
-    # An empty entry would be the working folder.
-    paths = [path for path in (project, os.environ.get("PYTHONPATH")) if path]
-    child = ["worker.processes.child", str(os.getpid()), "tests.support.print_variable", "HOME"]
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", *child],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    assert result.returncode == 0, result.stderr

@@ -286,7 +286,7 @@ def test_missing_optional_packages_are_notes(monkeypatch, has_gpu, first):
     monkeypatch.setattr(software.metadata, "version", version)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     findings = list(software.check_extras())
-    assert [finding.level for finding in findings] == [first, *["note"] * 4]
+    assert [finding.level for finding in findings] == [first, *["note"] * 5]
     assert 'pip install "baton-llm[bench]"' in findings[1].text
 
 
@@ -580,3 +580,10 @@ def test_the_self_test_tells_why_a_kernel_cannot_be_launched(monkeypatch, capsys
     monkeypatch.setattr("kernels.first_launch.check_launch", fail)
     assert gpus.main() == 1
     assert capsys.readouterr().err == "no kernel can be launched\n"
+
+
+def test_requirements_that_cannot_be_compared_name_the_package_for_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    (finding,) = software.check_requirements()
+    assert finding.level is Level.PROBLEM
+    assert "pip install packaging" in finding.text

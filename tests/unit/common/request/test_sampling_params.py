@@ -83,6 +83,12 @@ def test_structured_outputs_may_be_a_mapping_of_its_fields():
     assert SamplingParams(structured_outputs=choices).structured_outputs.choice == ("a",)
 
 
+def test_a_copy_with_a_seed_has_all_other_values():
+    params = SamplingParams(temperature=0.5, stop=["a"], stop_token_ids=[7], logit_bias={3: 1.0})
+    assert params.with_seed(9) == replace(params, seed=9)
+    assert params.seed is None
+
+
 def test_a_thinking_budget_of_minus_one_is_no_limit():
     assert SamplingParams(thinking_token_budget=-1) == DEFAULTS
     assert SamplingParams(thinking_token_budget=0).thinking_token_budget == 0

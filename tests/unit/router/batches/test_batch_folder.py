@@ -109,6 +109,34 @@ def test_what_has_expired_is_removed(folder, clock, tmp_path):
     assert remaining == []
 
 
+def test_contents_that_a_killed_router_left_without_a_record_are_removed(folder, clock):
+    clock.now = 10_000.0
+    batch, key = add_batch(folder, ["1"], "a", window_s=10**6), key_of("a")
+    left, new = new_id("file-"), new_id("file-")
+    for file_id in (left, new, batch.output_id, batch.error_id):
+        folder.content_path(key, file_id).touch()
+        age_s = 0 if file_id == new else HOUR_S + 1
+        os.utime(folder.content_path(key, file_id), (clock.now - age_s, clock.now - age_s))
+    os.utime(folder.content_path(key, batch.input_file_id), (0, 0))
+    folder.sweep()
+    for file_id in (new, batch.input_file_id, batch.output_id, batch.error_id):
+        assert folder.content_path(key, file_id).exists()
+    assert not folder.content_path(key, left).exists()
+
+
+def test_beside_a_batch_that_cannot_be_read_no_content_is_removed(folder, clock, tmp_path):
+    """It may be one of a newer version, which another router runs."""
+    clock.now = 10_000.0
+    batch = add_batch(folder, ["1"], "a")
+    (path,) = (tmp_path / "batches" / "tenants").rglob(f"{batch.id}.json")
+    path.write_text('{"of": "another version"}')
+    output = folder.content_path(key_of("a"), batch.output_id)
+    output.touch()
+    os.utime(output, (0, 0))
+    folder.sweep()
+    assert output.exists()
+
+
 def test_a_malformed_record_concerns_its_batch_alone(folder, clock, tmp_path):
     bad, good = add_batch(folder, ["1"], "a"), add_batch(folder, ["2"], "a")
     old = add_file(folder, "a")

@@ -35,13 +35,15 @@ class Api:
         self.answers = {number: list(those) for number, those in answers.items()}
         self.calls: list[tuple[str, str, dict]] = []
         self.request_ids: list[str] = []
+        self.timeouts_s: list[float] = []
         self.num_running = self.most_running = 0
         self.num_free = num_free
         self.may_go = asyncio.Event()
 
-    async def __call__(self, tenant, path, body, request_id) -> Answer:
+    async def __call__(self, tenant, path, body, request_id, timeout_s) -> Answer:
         self.calls.append((tenant, path, json.loads(body)))
         self.request_ids.append(request_id)
+        self.timeouts_s.append(timeout_s)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
@@ -137,6 +139,36 @@ async def test_what_has_no_answer_when_a_batch_ends_gets_an_error(folder, clock,
         assert {"cancelling_at", "cancelled_at"} <= record.times.keys()
 
 
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+async def test_a_batch_that_ends_while_it_waits_takes_no_place(folder, clock, monkeypatch, status):
+    monkeypatch.setattr(runner_module, "_MAX_BATCHES", 1)
+    api = Api(num_free=0)
+    first = add_batch(folder, ["first"], window_s=7200)
+    async with running(folder, api):
+        await until(lambda: api.num_running)
+        waiting = [add_batch(folder, ["a", "b"]) for _ in range(6)]
+        for batch in waiting:
+            if status == "cancelled":
+                folder.cancel_batch("", batch.id)
+        clock.now += 3600 * (status == "expired")
+        records = [await finished(folder, batch, status) for batch in waiting]
+        assert folder.batch("", first.id).status == "in_progress"
+        api.may_go.set()
+        await finished(folder, first, "completed")
+    assert len(api.calls) == 1
+    assert {(record.total, record.failed) for record in records} == {(2, 2)}
+
+
+async def test_a_request_has_the_time_of_its_batch(folder, clock):
+    api = Api(num_free=1)
+    batch = add_batch(folder, ["first", "second"], window_s=7200)
+    async with running(folder, api, limit=1):
+        await until(lambda: len(api.calls) == 2)
+        assert api.timeouts_s[0] == 7200 + runner_module._SLACK_S
+        clock.now += 7200
+        await finished(folder, batch, "expired")  # by the window, before any deadline
+
+
 async def test_a_second_process_waits_and_goes_on_where_the_first_has_ended(
     folder, tmp_path, clock, monkeypatch
 ):
@@ -178,8 +210,8 @@ async def test_batches_take_turns(folder):
 class RefusesOne(Api):
     """Has no answers for a client."""
 
-    async def __call__(self, tenant, path, body, request_id) -> Answer:
-        answer = await super().__call__(tenant, path, body, request_id)
+    async def __call__(self, tenant, *args) -> Answer:
+        answer = await super().__call__(tenant, *args)
         return BUSY if tenant == "refused" else answer
 
 

@@ -2,7 +2,20 @@
 
 import asyncio
 
-from router.batches.slots import BatchSlots, Slots
+import pytest
+
+from router.batches.slots import BatchSlots, Slots, num_places
+
+
+@pytest.mark.parametrize(
+    ("num_seats", "quiet_s", "expected"),
+    [
+        *((64, float("inf"), 32), (64, 60.0, 32), (64, 59.9, 2), (1, 0.0, 1), (0, 99.0, 1)),
+        *((10_000, 99.0, 128), (10_000, 0.0, 128), (1000, 0.0, 31)),
+    ],
+)
+def test_batches_have_few_places_beside_clients_who_wait(num_seats, quiet_s, expected):
+    assert num_places(num_seats, quiet_s) == expected
 
 
 async def started(slots: Slots, *sizes: int) -> list["asyncio.Task[None]"]:

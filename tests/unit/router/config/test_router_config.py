@@ -25,6 +25,12 @@ def parse_model(*flags):
     return model
 
 
+@pytest.mark.parametrize("folder", ["", "a\0b"])
+def test_a_folder_of_batches_is_a_path(folder):
+    with pytest.raises(ConfigurationError, match=r"^--batch-folder is '.*'; it must be a path"):
+        HttpConfig(batch_folder=folder)
+
+
 def test_flags_set_the_configuration():
     config = parse_config(
         *("--decode", "a:1, b:2", "--decode", "dns:///d:3", "--prefill", "p:4,"),

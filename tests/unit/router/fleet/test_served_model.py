@@ -41,6 +41,10 @@ def test_a_difference_of_the_kv_form_without_its_own_field_is_described():
     )
 
 
+def test_other_words_for_the_same_namespace_are_no_difference():
+    assert MODEL.differences(replace(MODEL, kv_form="model 0123, bfloat16, keys 1")) == ""
+
+
 def test_a_different_namespace_is_named_if_nothing_else_differs():
     other = replace(MODEL, namespace=b"\x02")
     assert MODEL.differences(other) == "namespace is 02, the cluster's is 01"

@@ -58,6 +58,28 @@ def test_an_ended_request_is_counted_once():
         assert line in lines
 
 
+def test_series_that_are_known_begin_at_zero():
+    """A rate takes the first value of a series for its beginning, and misses the first event."""
+    metrics = RouterMetrics()
+    metrics.expect(["m"], [""])
+    metrics.count_call("http", "503")
+    lines = text_of(metrics)
+    for line in (
+        'baton_router_requests_total{model="m",outcome="stop"} 0.0',
+        'baton_router_requests_total{model="m",outcome="UNAVAILABLE"} 0.0',
+        'baton_router_generated_tokens_total{model="m",tenant=""} 0.0',
+        'baton_router_attempts_total{result="UNAVAILABLE",tier="decode"} 0.0',
+        'baton_router_prompts_total{model="m",tier="prefill"} 0.0',
+        'baton_router_resumes_total{model="m"} 0.0',
+        'baton_router_first_token_seconds_count{model="m"} 0.0',
+        'baton_router_calls_total{protocol="grpc",status="OK"} 0.0',
+        'baton_router_calls_total{protocol="http",status="429"} 0.0',
+        'baton_router_calls_total{protocol="http",status="503"} 1.0',
+    ):
+        assert line in lines
+    assert not any('protocol="grpc",status="200"' in line for line in lines)
+
+
 def test_a_failed_request_has_its_error_as_outcome():
     metrics = RouterMetrics()
     log = RequestLog(metrics=metrics)
@@ -75,12 +97,13 @@ def test_gauges_are_read_when_they_are_exported():
     metrics.read_running = lambda: 3
     metrics.read_fleets = lambda: [FleetCounts("m", "decode", connected=3, ready=2, ejected=1)]
     metrics.read_replicas = lambda: [
-        ReplicaGauges("m", "prefill", "a:1", backlog_s=1.5, hit_rate=0.25)
+        ReplicaGauges("m", "prefill", "a:1", backlog_s=1.5, num_requests=3, hit_rate=0.25)
     ]
     metrics.count_call("http", "429")
     lines = text_of(metrics)
     labels = '{model="m",replica="a:1",tier="prefill"}'
     assert f"baton_router_replica_backlog_seconds{labels} 1.5" in lines
+    assert f"baton_router_replica_requests{labels} 3.0" in lines
     assert f"baton_router_replica_hit_ratio{labels} 0.25" in lines
     assert "baton_router_running_requests 3.0" in lines
     assert 'baton_router_replicas{model="m",state="connected",tier="decode"} 3.0' in lines

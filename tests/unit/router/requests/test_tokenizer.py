@@ -133,7 +133,7 @@ def test_long_inputs_let_other_threads_run(tmp_path, name):
         num_turns += 1
         time.sleep(0.001)
     thread.join()
-    assert num_turns > 20
+    assert num_turns > 5  # one or two if no other thread runs
 
 
 def test_longest_token_chars_bounds_the_text_of_every_token(folder):

@@ -47,8 +47,9 @@ class FakeActor:
     def __init__(self, **answers):
         self.answers, self.calls = answers, []
 
-    def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *arguments: self._call(method, *arguments))
+    @property
+    def call(self):
+        return SimpleNamespace(remote=self._call)
 
     def options(self, **options):
         self.calls.append(("options", options))
