@@ -55,7 +55,7 @@ RUN python -c 'import sys, tomllib; p = tomllib.load(sys.stdin.buffer)["project"
     && /opt/baton/bin/pip install --requirement /tmp/requirements.txt \
     && /tmp/trim_packages.sh /opt/baton
 COPY --from=builder /opt/baton/bin/baton /opt/baton/bin/
-COPY --from=builder /opt/baton/lib/python3.11/site-packages /opt/baton/lib/python3.11/site-packages
+COPY --from=builder /opt/baton/lib /opt/baton/lib
 # HOME and USER also hold for a user that is not in /etc/passwd.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/baton USER=baton
 # Any user of group 0 may write, as platforms expect that choose the user. Volumes that are mounted

@@ -24,6 +24,8 @@ MAX_KEPT_BYTES = 1 << 30
 MAX_GROWTH_BYTES = 512 << 20
 LEFT_BYTES = pytest.StashKey()
 """Memory after the latest collection of garbage."""
+FROZEN_BYTES = pytest.StashKey()
+"""Memory after the latest one that visited all objects."""
 GC_THRESHOLDS = gc.get_threshold()
 
 # A shell that starts pytest in the background lets it ignore these, which every process that a test
@@ -65,25 +67,41 @@ def pytest_ignore_collect(collection_path, config):
     return is_needless or None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Frees what a test has left, once pytest has dropped what its fixtures made."""
+    ended = yield
+    is_last = nextitem is None or nextitem.path != item.path
+    free_garbage(item.config.stash, is_last=is_last)
+    return ended
+
+
+def free_garbage(stash, *, is_last):
     """Frees what tests have left: after each file, and after a test that has left much.
 
     Closed engines are in cycles of references, and so few objects that their weights would stay for
     long. What lives on after a file is kept from the garbage collector, which would visit the
-    objects of all packages each time. Servers and benchmarks in this process change its settings.
+    objects of all packages each time, until much more lives: a cycle that ends later, as that of a
+    thread of its own, would stay for ever. Servers and benchmarks in this process change the
+    collector's settings.
     """
-    is_last = nextitem is None or nextitem.path != item.path
-    max_bytes = item.config.stash.get(LEFT_BYTES, 0) + MAX_GROWTH_BYTES
-    if not is_last and resident_bytes() < max_bytes:
+    if not is_last and resident_bytes() < stash.get(LEFT_BYTES, 0) + MAX_GROWTH_BYTES:
         return
-    gc.collect()
+    collect_garbage()
     if is_last:
+        if resident_bytes() > stash.get(FROZEN_BYTES, 0) + MAX_GROWTH_BYTES:
+            gc.unfreeze()
+            collect_garbage()
+            stash[FROZEN_BYTES] = resident_bytes()
         gc.set_threshold(*GC_THRESHOLDS)
         gc.freeze()
+    stash[LEFT_BYTES] = resident_bytes()
+
+
+def collect_garbage():
+    gc.collect()
     if resident_bytes() > MAX_KEPT_BYTES:
         ctypes.CDLL(None).malloc_trim(0)
-    item.config.stash[LEFT_BYTES] = resident_bytes()
 
 
 def resident_bytes():

@@ -13,7 +13,7 @@ if [ ! -e torch/lib/libtorch_cuda.so ]; then
     [ ! -d triton ] || "$environment/bin/pip" uninstall --yes triton
     # Of torch's programs, the library starts one; the others are tests, and protoc.
     rm -rf torch/include torch/share torch/test
-    find torch/bin -type f ! -name torch_shm_manager -delete
+    [ ! -d torch/bin ] || find torch/bin -type f ! -name torch_shm_manager -delete
     # Symbol tables for linkers and debuggers, a fifth of the largest library. Where binutils is not
     # installed, the libraries are of an earlier layer.
     if command -v strip >/dev/null; then

@@ -184,7 +184,7 @@ def test_the_sdist_is_installed_where_there_is_a_compiler(compiled):
     assert findings["self-test"]["level"] == "ok"
     code = (
         "import baton; llm = baton.LLM('demo', num_gpu_blocks_override=64);"
-        "print(llm.generate('Return a list of')[0].outputs[0].text)"
+        "print(llm.generate('Return a list of', {'temperature': 0})[0].outputs[0].text)"
     )
     assert run(compiled, "python", "-c", code).strip()
 
