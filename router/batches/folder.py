@@ -253,12 +253,13 @@ class BatchFolder:
         """Removes what has expired, and what interrupted writes left behind. A batch that was never
         put into the queue is put there.
         """
-        self._remove_left(self._queue, _TEMPORARY)
         for tenant in list(self._tenants.iterdir()):
             try:
                 self._sweep_tenant(tenant.name)
             except OSError as error:
                 _LOGGER.error("cannot remove what has expired in %s: %s", tenant, error)
+        # Also names that other versions give; the batches are there again by now.
+        self._remove_left(self._queue, "", {queued.marker.name for queued in self.queue()})
 
     def _sweep_tenant(self, key: str) -> None:
         for kind in ("files", "batches"):

@@ -178,7 +178,7 @@ class BatchRunner:
                 self._begin(queued)
         waiting = [queued for queued in queue if self._may_begin(queued)]
         for queued in await self._in_thread(self._to_end, waiting):
-            if len(self._ending) < _MAX_ENDING:
+            if len(self._ending) < _MAX_ENDING and self._may_begin(queued):  # it may be there twice
                 self._ending.add(queued.id)
                 self._begin(queued)
 

@@ -59,6 +59,7 @@ class Place:
         entered_at: when it came.
         priority: the request's.
         share: what it takes of its tenant's share.
+        is_awaited: whether a client waits for the answer.
 
     Attributes:
         started_at: when it was started on a replica; None until then.
@@ -70,12 +71,19 @@ class Place:
     """
 
     def __init__(
-        self, num_ahead: float, entered_at: float, priority: int = 0, share: Share = _ANYBODY
+        self,
+        num_ahead: float,
+        entered_at: float,
+        priority: int = 0,
+        share: Share = _ANYBODY,
+        *,
+        is_awaited: bool = True,
     ) -> None:
         self.num_ahead = num_ahead
         self.entered_at = entered_at
         self.priority = priority
         self.share = share
+        self.is_awaited = is_awaited
         self.started_at: float | None = None
         self.has_first_token = False
         self.begun_at: float | None = None
@@ -90,7 +98,8 @@ class Backlog:
     A request begins when decode sends its first output; later outputs come at a pace that all
     requests share. Both times grow with the number of requests that came before and are as
     urgent, since in a tier under full load each of them takes its share. The first requests with a
-    grammar also wait for it to be compiled, which says nothing of others.
+    grammar also wait for it to be compiled, which says nothing of others. Nor does the wait of a
+    request that no client awaits, as those of batches: it may last for hours.
 
     Args:
         num_seats: returns how many requests the replicas run at the same time.
@@ -123,14 +132,18 @@ class Backlog:
         self._next_return_at = -math.inf
 
     @contextmanager
-    def place(self, priority: int, share: Share = _ANYBODY) -> Iterator[Place]:
+    def place(
+        self, priority: int, share: Share = _ANYBODY, *, is_awaited: bool = True
+    ) -> Iterator[Place]:
         """Counts a request while the context is open.
 
         Args:
             priority: the request's; the least is the most urgent.
             share: names its tenant.
+            is_awaited: whether a client waits for the answer.
         """
-        place = Place(self._num_ahead(priority, share), self._clock(), priority, share)
+        num_ahead = self._num_ahead(priority, share)
+        place = Place(num_ahead, self._clock(), priority, share, is_awaited=is_awaited)
         self._waiting.add(priority, share, 1)
         try:
             yield place
@@ -306,7 +319,7 @@ class Backlog:
         """Learns from a request that has ended, in whatever way."""
         now = self._clock()
         waited_s = now - place.entered_at
-        if not place.has_first_token and place.grammar in self._grammars:
+        if not place.has_first_token and self._is_usual(place):
             # Both times would have been even longer.
             if waited_s > self._scaled(self._faded(self._first_s), place.num_ahead):
                 self._first_s.add(waited_s, now)
@@ -321,14 +334,18 @@ class Backlog:
             if place.send_wait_s <= lasted_s / 2:  # else the pace is that of its client
                 self._token_s.add(lasted_s / (place.num_tokens - 1), now)
 
+    def _is_usual(self, place: Place) -> bool:
+        """Whether the wait of a request says something of others."""
+        return place.is_awaited and place.grammar in self._grammars
+
     def _add_first(self, place: Place, now: float) -> None:
-        if place.grammar in self._grammars:
+        if self._is_usual(place):
             self._first_s.add(now - place.entered_at, now)
             if place.started_at is not None:
                 self._start_s.add(now - place.started_at, now)
 
     def _add_wait(self, place: Place, now: float) -> None:
-        if place.grammar not in self._grammars:
+        if not self._is_usual(place):
             return
         self._wait_s.add(now - place.entered_at, now)
         self._ahead.add(place.num_ahead, now)

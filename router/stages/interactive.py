@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from router.processes.counts import Accounts
 from rpc.logs import CURRENT_CALL
 
-__all__ = ["Interactive"]
+__all__ = ["Interactive", "is_call_awaited"]
+
+
+def is_call_awaited() -> bool:
+    """Whether a client waits for the answer of the present call: not for those of batches."""
+    call = CURRENT_CALL.get()
+    return call is None or call.is_counted
 
 
 class Interactive:
@@ -26,8 +32,7 @@ class Interactive:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Counts a request of the present call while the context lasts, if a client waits."""
-        call = CURRENT_CALL.get()
-        if call is not None and not call.is_counted:
+        if not is_call_awaited():
             yield
             return
         self._add(1)

@@ -42,6 +42,7 @@ from router.stages.backlog import REFUSALS, Backlog, Place
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
+from router.stages.interactive import is_call_awaited
 from router.stages.picking import Picking
 from router.stages.placement import Placement, PromptPlan
 from router.stages.prefill_stage import PrefillStage
@@ -208,10 +209,10 @@ class Pipeline:
         operation: str,
     ) -> AsyncGenerator[CandidateOutput, None]:
         """Yields the outputs of one prompt."""
-        tenant = tenant_of_call()
+        tenant, is_awaited = tenant_of_call(), is_call_awaited()
         with (
             self._admission.admit(request_id, tenant.name, tenant.policy.weight),
-            self._backlog.place(request.priority, tenant.share) as place,
+            self._backlog.place(request.priority, tenant.share, is_awaited=is_awaited) as place,
         ):
             record = self._log.begin(request_id, self._fleet.model_name, operation)
             record.tenant = tenant.name

@@ -129,6 +129,17 @@ async def test_beside_clients_who_wait_few_requests_run(tmp_path):
         assert api.router.service.batch_places() == 1  # another request may come soon
 
 
+async def test_the_waits_of_a_batch_are_not_those_of_clients(tmp_path):
+    decode = FakeDecode(SCRIPT)
+    async with running_batches(tmp_path, decode) as api:
+        backlog = api.router.model._backlog
+        file = await upload(api.openai, input_of("ab"))
+        assert (await ended(api.openai, await create(api.openai, file.id))).status == "completed"
+        assert backlog._wait_s.value == backlog._first_s.value == 0
+        await api.http.post(ENDPOINT, json={"prompt": [72], "max_tokens": 2})
+        assert backlog._wait_s.value > 0
+
+
 async def test_a_stopping_router_leaves_its_batch_to_the_next_one(tmp_path):
     decode = FakeDecode(SCRIPT, pause_after=1)
     async with running_batches(tmp_path, decode) as api:

@@ -109,6 +109,20 @@ def test_what_has_expired_is_removed(folder, clock, tmp_path):
     assert remaining == []
 
 
+def test_names_in_the_queue_that_another_version_gave_are_replaced(folder, clock):
+    clock.now = 10_000.0
+    batch = add_batch(folder, ["1"], "a", window_s=10**6)
+    (queued,) = folder.queue()
+    other = queued.marker.rename(queued.marker.with_name(f"{0:020}.{batch.id}.{key_of('a')}"))
+    assert not folder.queue()
+    folder.sweep()
+    assert other.exists()  # it is new: a router of the other version may just have made it
+    os.utime(other, (0, 0))
+    folder.sweep()
+    assert not other.exists()
+    assert [each.id for each in folder.queue()] == [batch.id]
+
+
 def test_contents_that_a_killed_router_left_without_a_record_are_removed(folder, clock):
     clock.now = 10_000.0
     batch, key = add_batch(folder, ["1"], "a", window_s=10**6), key_of("a")

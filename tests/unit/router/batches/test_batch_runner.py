@@ -159,6 +159,32 @@ async def test_a_batch_that_ends_while_it_waits_takes_no_place(folder, clock, mo
     assert {(record.total, record.failed) for record in records} == {(2, 2)}
 
 
+async def test_a_batch_that_is_in_the_queue_twice_runs_once_at_a_time(folder, monkeypatch):
+    """A sweep between its record and its marker makes a second one."""
+    runs, most = 0, 0
+    run_batch = BatchRunner._run_batch
+
+    async def counted(runner, queued):
+        nonlocal runs, most
+        runs, most = runs + 1, max(runs + 1, most)
+        try:
+            await run_batch(runner, queued)
+        finally:
+            runs -= 1
+
+    monkeypatch.setattr(BatchRunner, "_run_batch", counted)
+    monkeypatch.setattr(runner_module, "_MAX_BATCHES", 0)  # it ends while it waits
+    batch = add_batch(folder, ["a", "b"])
+    folder._enqueue(key_of(""), batch)
+    folder.cancel_batch("", batch.id)
+    assert len(folder.queue()) == 2
+    async with running(folder, Api()):
+        await finished(folder, batch, "cancelled")
+        await until(lambda: not folder.queue())
+    assert most == 1
+    assert sorted(ids_of(results_of(folder, batch)[1])) == ["a", "b"]
+
+
 async def test_a_request_has_the_time_of_its_batch(folder, clock):
     api = Api(num_free=1)
     batch = add_batch(folder, ["first", "second"], window_s=7200)

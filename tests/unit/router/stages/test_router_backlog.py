@@ -278,6 +278,23 @@ def test_the_wait_for_a_new_grammar_says_nothing_of_others():
             assert backlog.expected_s(0) == pytest.approx(expected_s)
 
 
+def test_the_wait_of_a_request_that_no_client_awaits_says_nothing_of_others():
+    """One of a batch may wait for hours beside clients; its pace is that of others, too."""
+    backlog, clock = make_backlog(num_seats=1)
+    with backlog.place(0):
+        for begins in (False, True):
+            with backlog.place(100, is_awaited=False) as place:
+                backlog.start(place)
+                clock.now += 7200
+                if begins:
+                    backlog.begin(place)
+                    clock.now += 1.5
+                    place.num_tokens = 16
+        assert backlog.expected_s(0) == pytest.approx(3.2)
+        backlog.check(0, 4.0, slo=Slo(ttft_s=0.1))
+        backlog.check_start(4.0, first_left_s=0.1)
+
+
 def test_requests_that_wait_to_be_prepared_count_too():
     idle, clock = make_backlog(num_seats=1)
     busy, busy_clock = make_backlog(num_seats=1, num_entering=98)
