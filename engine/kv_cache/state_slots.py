@@ -235,6 +235,7 @@ class StateSlots:
                 self._blocks.release(blocks[num_blocks:])
             del blocks[num_blocks:]
         table.num_registered = min(table.num_registered, num_blocks)
+        table.num_named = min(table.num_named, num_blocks)
         table.num_applied = end
 
     def note_decoded(self, table: BlockTable, position: int) -> None:

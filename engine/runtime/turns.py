@@ -133,22 +133,10 @@ class Turns:
 
     @property
     def others_wish(self) -> TurnWish | None:
-        """The shortest wish of another engine, if it is still good. Any thread may read it."""
-        files = self._files
-        try:
-            record = os.pread(files[1], _WISH.size, _STAMP_BYTES) if files else b""
-        except OSError:
-            return None  # the files lie on another machine, or were just closed
-        if len(record) < _WISH.size or record == self._written_wish:
-            return None
-        turn_s, good_until, sequence_s, max_s = _WISH.unpack(record)
-        # A later time is that of a clock before the machine was started again.
-        now = time.monotonic()
-        oldest = 0.0 if now < self._heeds_old_until else now
-        is_good = oldest < good_until <= now + _time_good_s(turn_s)
-        if not (is_good and 0 < turn_s <= _MAX_WISH_S and 0 <= sequence_s <= _MAX_WISH_S):
-            return None
-        return TurnWish(turn_s, sequence_s, max_s)
+        """The shortest wish of another engine, if it is still good, or after a handover. Any thread
+        may read it.
+        """
+        return self._read_wish(heeds_old=time.monotonic() < self._heeds_old_until)
 
     def handed_over(self) -> None:
         """Lets the last wish count for a moment, if its time is over; see `EngineTurns`."""
@@ -221,9 +209,31 @@ class Turns:
         self._runs_beside = not self._is_locked
         return True
 
+    def _read_wish(self, *, heeds_old: bool) -> TurnWish | None:
+        """Returns the wish in the file, unless it is this engine's own.
+
+        Args:
+            heeds_old: whether a wish counts whose time is over.
+        """
+        files = self._files
+        try:
+            record = os.pread(files[1], _WISH.size, _STAMP_BYTES) if files else b""
+        except OSError:
+            return None  # the files lie on another machine, or were just closed
+        if len(record) < _WISH.size or record == self._written_wish:
+            return None
+        turn_s, good_until, sequence_s, max_s = _WISH.unpack(record)
+        # A later time is that of a clock before the machine was started again.
+        now = time.monotonic()
+        oldest = 0.0 if heeds_old else now
+        is_good = oldest < good_until <= now + _time_good_s(turn_s)
+        if not (is_good and 0 < turn_s <= _MAX_WISH_S and 0 <= sequence_s <= _MAX_WISH_S):
+            return None
+        return TurnWish(turn_s, sequence_s, max_s)
+
     def _write_wish(self) -> None:
-        """Writes the wish, unless another engine's is shorter."""
-        wish, others_wish = self.wish, self.others_wish
+        """Writes the wish, unless another engine's is shorter and still good."""
+        wish, others_wish = self.wish, self._read_wish(heeds_old=False)
         if wish is None or (others_wish is not None and others_wish.turn_s < wish.turn_s):
             return
         good_s = _time_good_s(wish.turn_s)

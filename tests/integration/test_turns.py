@@ -180,6 +180,21 @@ def test_after_a_handover_the_last_wish_counts_for_a_moment_however_old(make, mo
     assert prompts.others_wish is None
 
 
+def test_an_old_wish_keeps_no_engine_that_hands_over_from_its_own(make, monkeypatch):
+    """Both its streams and its prompts share the machine with others."""
+    gone, both, other = make(), make(), make()
+    now = 1000.0
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now)
+    gone.wish, both.wish = SHORT, LONG
+    with gone.wait_for_turn():
+        pass
+    now += 500.0
+    both.handed_over()
+    assert both.others_wish == SHORT
+    with both.wait_for_turn():
+        assert other.others_wish == LONG
+
+
 def test_a_wish_outlives_a_long_turn(make, monkeypatch):
     """It is written again while its engine waits."""
     waiting, computing = make(), make()

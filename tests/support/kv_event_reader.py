@@ -159,12 +159,15 @@ class KvEventReader:
         return True
 
     def read_until(self, condition, timeout_s=30.0):
-        """Reads until a condition holds."""
+        """Reads until a condition holds. What was published while the socket was not connected
+        comes with no later message, so it asks for it where none comes.
+        """
         self.catch_up()
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.cached.blocks.keys()
-            self.read(0.2)
+            if not self.read(0.2):
+                self.catch_up()
 
     def _apply(self, number, payload):
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)

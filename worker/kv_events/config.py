@@ -1,5 +1,6 @@
 """`KvEventsConfig`: the flags of the KV events that a worker publishes. Imports no ZMQ."""
 
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,11 +88,17 @@ class KvEventsConfig:
         the worker's number, as in vLLM, and paths have it at their end.
 
         Raises:
-            ConfigurationError: there is no such port; names the flag.
+            ConfigurationError: there is no such port, or another worker has it; names the flags.
         """
         if self.kv_events_zmq is None:
             return self
         replay = self.kv_events_replay
+        if replay is not None and _num_apart(self.kv_events_zmq, replay) <= number:
+            raise ConfigurationError(
+                f"--kv-events-replay is {replay} and --kv-events-zmq {self.kv_events_zmq}; worker "
+                f"{number} of --data-parallel-size would need a port of another one, so leave more "
+                "ports between them"
+            )
         return replace(
             self,
             kv_events_zmq=_numbered(self.kv_events_zmq, number),
@@ -132,10 +139,20 @@ def _check_packages() -> None:
             )
 
 
+def _num_apart(live: str, replay: str) -> float:
+    """How far apart the ports are that a worker opens; endless if it opens one at most."""
+    if live.startswith(_IPC) or replay.startswith(_IPC) or not listens_at(live):
+        return math.inf
+    return abs(_port(live) - _port(replay))
+
+
 def _numbered(address: str, number: int) -> str:
     if number == 0:
         return address
     if address.startswith(_IPC):
         return f"{address}.{number}"
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + number}"
+    return f"{address.rpartition(':')[0]}:{_port(address) + number}"
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

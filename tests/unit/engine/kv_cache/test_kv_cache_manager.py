@@ -228,6 +228,26 @@ def test_states_that_are_still_loaded_are_not_cached():
     assert kv.match_prefix(KEYS, 9).num_blocks == 1
 
 
+def test_blocks_that_are_computed_again_are_named_again():
+    """A sequence goes back to a state, and its old blocks leave the cache meanwhile."""
+    spec = KvCacheSpec(SIZE, max_chunk=24, states=StateSpacing(SIZE, SIZE))
+    kv = KvCacheManager(16, spec, enable_prefix_caching=True, num_slots=8)
+    kv.pool.log_tokens(SIZE)
+    log, tokens = kv.pool.token_log, range(17)
+    table = admit(kv, len(tokens))
+    kv.append(table, 0, len(tokens))
+    kv.register(table, KEYS, len(tokens))
+    log.record(table, KEYS, tokens, "")
+    kv.states.rewind(table, 2 * SIZE)
+    kv.discard(KEYS[2:4])
+    log.take_events()
+    kv.append(table, 2 * SIZE, len(tokens))
+    kv.register(table, KEYS, len(tokens))
+    log.record(table, KEYS, tokens, "")
+    named = {(event.layer_group, key) for event in log.take_events() for key in event.keys}
+    assert named == {(layer_group, key) for layer_group in range(2) for key in KEYS[2:4]}
+
+
 # Growth.
 
 

@@ -104,6 +104,22 @@ def test_several_workers_have_addresses_of_their_own():
     assert KvEventsConfig().of_replica(3) == KvEventsConfig()
 
 
+def test_no_worker_gets_a_port_of_another_one():
+    """Worker 2 would publish where worker 0 answers, or answer where it publishes."""
+    for live, replay in ((5557, 5559), (5559, 5557)):
+        config = KvEventsConfig(
+            kv_events_zmq=f"tcp://*:{live}", kv_events_replay=f"tcp://127.0.0.1:{replay}"
+        )
+        assert config.of_replica(1).kv_events_replay == f"tcp://127.0.0.1:{replay + 1}"
+        with pytest.raises(ConfigurationError, match=f"{replay} and --kv-events-zmq .*worker 2"):
+            config.of_replica(2)
+    with pytest.raises(ConfigurationError, match="worker 0"):
+        KvEventsConfig(kv_events_zmq="tcp://*:1", kv_events_replay="tcp://*:1").of_replica(0)
+    for live in ("tcp://picker:5557", "ipc:///run/events"):  # no ports of this machine
+        config = KvEventsConfig(kv_events_zmq=live, kv_events_replay="tcp://*:5558")
+        assert config.of_replica(200).kv_events_replay == "tcp://*:5758"
+
+
 def test_an_address_in_use_ends_a_worker_before_it_loads_a_model(monkeypatch, capfd):
     monkeypatch.setattr("rpc.server.start_logging", lambda *_: None)
     parser = argparse.ArgumentParser()
