@@ -116,7 +116,11 @@ class Activity:
             raise
 
     def ended(self, record: RequestRecord) -> None:
-        """Notes the times of a request that has its end. `watching` counts its error."""
+        """Notes the times of a request that has its end, unless it is one of a batch, which may
+        wait for hours. `watching` counts its error.
+        """
+        if not record.is_awaited:
+            return
         if record.first_token_s is not None:
             self._first_token.add(record.first_token_s * 1000)
         if record.token_s is not None:

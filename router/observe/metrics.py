@@ -282,7 +282,8 @@ class RouterMetrics:
     def count_request(self, record: RequestRecord) -> None:
         """Counts a request that has ended."""
         self._count_tokens(record)
-        self._count_times(record)
+        if record.is_awaited:
+            self._count_times(record)
         for attempt in record.attempts:
             self._count_attempt(attempt)
         decodes = [attempt for attempt in record.attempts if attempt.tier == "decode"]

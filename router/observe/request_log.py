@@ -58,7 +58,11 @@ class RequestLog:
         """
         call = CURRENT_CALL.get() or CallInfo()
         record = RequestRecord(
-            request_id=request_id, model=model, operation=operation, arrived_at=call.started_at
+            request_id=request_id,
+            model=model,
+            operation=operation,
+            is_awaited=call.is_counted,
+            arrived_at=call.started_at,
         )
         if call.trace is not None:
             record.traceparent = call.trace.header

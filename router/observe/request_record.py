@@ -84,6 +84,7 @@ class RequestRecord:
         model: the model's name.
         operation: text_completion or chat.
         tenant: the client's name; empty if clients have none.
+        is_awaited: whether a client waits for the answer: not for those of batches.
         session: what the conversation is known by that it belongs to (`router.routing.sessions`);
             empty if the client names none.
         traceparent: the client's span; empty if it sent none.
@@ -110,6 +111,7 @@ class RequestRecord:
     model: str = ""
     operation: str = "text_completion"
     tenant: str = ""
+    is_awaited: bool = True
     session: bytes = b""
     traceparent: str = ""
     trace: TraceContext | None = None

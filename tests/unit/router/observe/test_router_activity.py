@@ -59,6 +59,15 @@ def test_a_request_without_tokens_has_no_times():
     )
 
 
+def test_requests_of_batches_have_no_times():
+    activity = Activity()
+    made = record()
+    made.is_awaited = False
+    activity.ended(made)
+    assert not activity.first_token_ms
+    assert not activity.token_ms
+
+
 def test_tokens_of_several_candidates_have_no_times_of_their_own():
     activity = Activity()
     activity.ended(record(reasons=["stop", "length"]))

@@ -12,6 +12,7 @@ from router.observe.metrics import FleetCounts, ReplicaGauges, RouterMetrics
 from router.observe.request_log import RequestLog
 from router.observe.request_record import RequestRecord
 from rpc.discovery.discovery import Discovery
+from rpc.logs import CURRENT_CALL, CallInfo
 
 
 def ended_record(**fields: object) -> RequestRecord:
@@ -78,6 +79,22 @@ def test_series_that_are_known_begin_at_zero():
     ):
         assert line in lines
     assert not any('protocol="grpc",status="200"' in line for line in lines)
+
+
+def test_requests_of_batches_have_no_times_as_nobody_waits_for_them():
+    metrics, log = RouterMetrics(), RequestLog()
+    call = CURRENT_CALL.set(CallInfo(is_counted=False))
+    try:
+        assert not log.begin("id", "m", "chat").is_awaited
+    finally:
+        CURRENT_CALL.reset(call)
+    record = ended_record()
+    record.is_awaited = False
+    metrics.count_request(record)
+    lines = text_of(metrics)
+    assert 'baton_router_requests_total{model="m",outcome="stop"} 1.0' in lines
+    assert 'baton_router_stage_seconds_sum{stage="prefill"} 0.5' in lines
+    assert not [line for line in lines if line.startswith("baton_router_first_token_seconds_sum")]
 
 
 def test_a_failed_request_has_its_error_as_outcome():
