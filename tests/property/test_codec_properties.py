@@ -91,7 +91,7 @@ def test_foreign_bytes_are_refused(foreign, key):
     assert not verify(memoryview(foreign), key)
 
 
-@pytest.mark.parametrize("name", ["_FORMAT_VERSION", "_DIGEST_SCHEME_ID", "_MAGIC"])
+@pytest.mark.parametrize("name", ["OBJECT_FORMAT_VERSION", "_DIGEST_SCHEME_ID", "_MAGIC"])
 def test_a_frame_of_another_version_is_refused(monkeypatch, name):
     with monkeypatch.context() as patched:
         patched.setattr(codec, name, b"OTHERKV\0" if name == "_MAGIC" else 2)

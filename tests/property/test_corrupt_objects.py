@@ -12,6 +12,7 @@ import torch
 from redis import Redis
 
 from kvstore.conformance.engines import NUM_BLOCKS, TinyEngine, random_prompt
+from kvstore.jobs import cause_of
 from kvstore.layout import KvLayout
 from kvstore.peer import service
 from kvstore.peer.nixl.transport import NixlTransport
@@ -78,7 +79,7 @@ def check_load(reader: TinyEngine, publisher: TinyEngine, load: Load, job: int) 
     """Checks that intact blocks are unchanged, and all others were not written or are zeroed."""
     result = reader.loads[job]
     first, end = load.blocks[0], load.blocks[0] + load.num_intact
-    assert (result.num_blocks, result.error) == (load.num_intact, "corrupt")
+    assert (result.num_blocks, cause_of(result.error)) == (load.num_intact, "corrupt")
     assert torch.equal(reader.block_bytes[first:end], publisher.block_bytes[first:end])
     rest = reader.block_bytes[end : load.blocks[-1] + 1]
     assert (rest.eq(POISON) | rest.eq(0)).all()
@@ -234,7 +235,7 @@ def test_no_block_spoiled_on_the_wire_is_used(
         reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
         results = [reader.loads[job] for job in jobs]
         assert {result.num_blocks for result in results} == {0}
-        assert {result.error for result in results} <= {"corrupt", "missing"}
+        assert {cause_of(result.error) for result in results} <= {"corrupt", "missing"}
         assert not reader.block_bytes.any(), "refused blocks are not zeroed"
 
     monkeypatch.undo()
