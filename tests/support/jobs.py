@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from functools import cache
 
 from baton import AsyncClient, SamplingParams, StructuredOutputs
 from baton.common.errors import UnavailableError
@@ -42,7 +43,7 @@ class Job:
         self.has_tokens = asyncio.Event()
 
     def expected_tokens(self) -> list[int]:
-        return reference_greedy(tiny_checkpoint("llama"), self.prompt, self.params.max_tokens)
+        return _reference_tokens(tuple(self.prompt), self.params.max_tokens)
 
     async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
         """Streams the completion; checks each message against the reference's tokens."""
@@ -54,6 +55,11 @@ class Job:
             if len(self.tokens) > 1:
                 self.has_tokens.set()
         assert self.tokens == self.expected
+
+
+@cache
+def _reference_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return reference_greedy(tiny_checkpoint("llama"), prompt, num_tokens)
 
 
 class ConstrainedJob(Job):
