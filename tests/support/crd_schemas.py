@@ -25,12 +25,12 @@ _KEY = _object(["name", "key"], name=_TEXT, key=_TEXT)
 _SECRET_OR_MAP = _object(secret=_KEY, configMap=_KEY)
 
 
-def _resource(api_version, kind, spec):
+def _resource(api_version, kind, spec, metadata=_METADATA):
     return _object(
         ["apiVersion", "kind", "metadata", "spec"],
         apiVersion={"const": api_version},
         kind={"const": kind},
-        metadata=_METADATA,
+        metadata=metadata,
         spec=spec,
     )
 

@@ -4,11 +4,8 @@ They have the fields that the examples use, with the types and required fields o
 definitions. Specs of pods are checked by the schemas of Kubernetes.
 """
 
-from tests.support.crd_schemas import _object
+from tests.support.crd_schemas import _COUNT, _TEXT, _TEXTS, _object, _resource
 
-_TEXT = {"type": "string", "minLength": 1}
-_TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
-_COUNT = {"type": "integer", "minimum": 0}
 _METADATA = _object(
     ["name", "namespace"], name=_TEXT, namespace=_TEXT, labels=_TEXTS, annotations=_TEXTS
 )
@@ -65,18 +62,8 @@ _INFERENCE_SPEC = _object(
 )
 
 
-def _resource(api_version, kind, spec):
-    return _object(
-        ["apiVersion", "kind", "metadata", "spec"],
-        apiVersion={"const": api_version},
-        kind={"const": kind},
-        metadata=_METADATA,
-        spec=spec,
-    )
-
-
 KSERVE_SCHEMAS = {
-    (api_version, kind): _resource(api_version, kind, spec)
+    (api_version, kind): _resource(api_version, kind, spec, _METADATA)
     for api_version, kind, spec in (
         ("serving.kserve.io/v1alpha1", "LLMInferenceServiceConfig", _LLM_SPEC),
         ("serving.kserve.io/v1alpha1", "LLMInferenceService", _LLM_SPEC),
