@@ -38,12 +38,13 @@ from router.routing.policies import make_policy
 from router.routing.policy import PolicySettings
 from router.routing.sessions import session_key
 from router.stages.admission import Admission
-from router.stages.backlog import REFUSALS, Backlog, Place
+from router.stages.backlog import REFUSALS, Backlog
 from router.stages.completion import Completion
 from router.stages.continuation import HeldHandoff, Progress
 from router.stages.decode_stage import DecodeStage
 from router.stages.interactive import is_call_awaited
 from router.stages.picking import Picking
+from router.stages.place import Place
 from router.stages.placement import Placement, PromptPlan
 from router.stages.prefill_stage import PrefillStage
 from router.stages.pulling import PrefixPulls

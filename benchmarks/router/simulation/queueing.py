@@ -21,7 +21,8 @@ from router.fleet.fair_shares import Share
 from router.fleet.waiting import Turn, WaitingRequests
 from router.routing.policy import RoutingPolicy
 from router.stages.admission import Admission
-from router.stages.backlog import Backlog, Place
+from router.stages.backlog import Backlog
+from router.stages.place import Place
 
 __all__ = ["QueueingRouter", "TenantRequest"]
 
