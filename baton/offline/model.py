@@ -8,9 +8,10 @@ from random import Random
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError
+from baton.common.request.default_params import over_defaults, stated_params
 from baton.common.request.generation import GenerationRequest, TextOrTokens
 from baton.common.request.prompts import ParsedPrompt
-from baton.common.request.sampling_params import SamplingParams, over_defaults, stated_params
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.wire import Params
 from baton.offline.chat_prompts import ChatPrompts
 from baton.offline.engine_args import EngineArgs

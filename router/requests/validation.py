@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from baton.common.errors import InvalidArgumentError, PromptTooLongError
+from baton.common.request.default_params import over_defaults
 from baton.common.request.generation import GenerationRequest
-from baton.common.request.sampling_params import AS_MANY_AS_FIT, SamplingParams, over_defaults
+from baton.common.request.sampling_params import AS_MANY_AS_FIT, SamplingParams
 from router.fleet.served_model import RequestLimits
 
 __all__ = [

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack
 
 from baton.common.errors import InternalError, InvalidArgumentError
 from baton.common.request.answer import logprobs_by_token, prompt_logprobs_by_token
+from baton.common.request.default_params import stated_params
 from baton.common.request.prompts import ParsedPrompt, Prompt, is_single, parse_prompts
 from baton.common.request.results import (
     STAGES,
@@ -22,7 +23,7 @@ from baton.common.request.results import (
     Timings,
     Usage,
 )
-from baton.common.request.sampling_params import SamplingParams, stated_params
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from baton.common.request.default_params import over_defaults
 from baton.common.request.request_spec import (
     ReasoningMarks,
     RequestSpec,
     client_id_of,
     unique_request_id,
 )
-from baton.common.request.sampling_params import SamplingParams, over_defaults
+from baton.common.request.sampling_params import SamplingParams
 from baton.common.request.spec_wire import (
     params_from_proto,
     read_message,

@@ -6,7 +6,7 @@ import pytest
 
 from baton.common.errors import ConfigurationError, InvalidArgumentError
 from baton.common.model_files.named_models import demo_model_path
-from baton.common.request.sampling_params import over_defaults
+from baton.common.request.default_params import over_defaults
 from router.requests.generation_config import load_default_params
 
 
