@@ -91,9 +91,14 @@ async def test_status_asks_for_the_token_and_shows_a_killed_replica(cluster, bro
         state = await client.get("/status", headers=dict(WORKER_CALL))
     assert "Return a list" not in state.text  # no text of requests
     tab = await browser.open(f"{cluster.http_url}/#status")
-    await enter_keys(tab, **{"operator-token": "wrong"})
+    # The dialogue opens again before the browser has told that it was closed.
+    await tab.until("document.getElementById('keys').open")
+    await tab.evaluate("""
+      document.getElementById('operator-token').value = 'wrong';
+      document.querySelector('#keys [value=save]').click();
+      document.getElementById('open-keys').click()""")
+    assert await tab.evaluate("document.getElementById('operator-token').value") == "wrong"
     await tab.until("document.querySelector('#status .notice.bad')")
-    await tab.evaluate("document.getElementById('open-keys').click()")
     await enter_keys(tab, **{"operator-token": TOKEN, "api-key": KEY})
     await tab.until("document.querySelectorAll('#status td.ready').length === 3")
     tab.problems.clear()  # refused calls

@@ -16,13 +16,16 @@ export function setUpKeys(changed) {
     operator: document.getElementById("operator-token"),
   };
   document.getElementById("open-keys").addEventListener("click", openKeys);
+  // While the form is sent, not with "close": that event comes later, and by then the dialogue
+  // may be open again.
+  dialog.addEventListener("submit", (event) => {
+    if (event.submitter?.value !== "save") return;
+    for (const [kind, input] of Object.entries(inputs)) keep(NAMES[kind], headerText(input.value));
+    changed();
+  });
   dialog.addEventListener("close", () => {
-    const isSaved = dialog.returnValue === "save";
-    for (const [kind, input] of Object.entries(inputs)) {
-      if (isSaved) keep(NAMES[kind], headerText(input.value));
-      input.value = "";
-    }
-    if (isSaved) changed();
+    if (dialog.open) return;
+    for (const input of Object.values(inputs)) input.value = "";
   });
 }
 
@@ -32,7 +35,6 @@ export function openKeys() {
   if (dialog.open) return;
   document.getElementById("api-key").value = sessionStorage.getItem(NAMES.api) ?? "";
   document.getElementById("operator-token").value = sessionStorage.getItem(NAMES.operator) ?? "";
-  dialog.returnValue = "";
   dialog.showModal();
 }
 
