@@ -131,7 +131,7 @@ class BatchService:
 
         Raises:
             NotFoundError: the client has no such file.
-            FailedPreconditionError: a batch that has not finished reads it.
+            FailedPreconditionError: a batch that has not finished reads or writes it.
         """
         await self._wait(self._folder.delete_file, tenant, file_id)
 
