@@ -72,6 +72,10 @@ async def test_a_batch_through_openais_client(tmp_path):
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.files.retrieve(file.id)
         assert (refusal.value.param, refusal.value.code) == ("file_id", None)
+        (lost,) = tmp_path.rglob(f"{batch.output_file_id}.jsonl")
+        lost.unlink()
+        with pytest.raises(openai.NotFoundError, match=f"content of {lost.stem} is lost"):
+            await client.files.content(lost.stem)
     assert sorted(ids_of(answers)) == ["a", "b"]
     for answer in answers:
         assert answer["error"] is None
