@@ -8,7 +8,7 @@ from baton.common.errors import ConfigurationError
 from kernels.library import library
 from kernels.library.cpu import features_of_cpuinfo, features_of_sysctl
 from kernels.library.library import Library, choose
-from kernels.library.variants import VARIANTS, library_path, variants_for
+from kernels.library.variants import BUILD_COMMAND, VARIANTS, library_path, variants_for
 
 X86_64 = variants_for("x86_64")
 FEATURES = {variant.name: variant.cpu_features for variant in X86_64}
@@ -64,8 +64,7 @@ def test_torch_is_chosen_if_no_library_was_built():
     selection = choose(libraries(problem="no compiler"), FEATURES["avx2"], "auto")
     assert (selection.variant, selection.path) == ("torch", None)
     assert selection.reason == (
-        "no library was built (no compiler): install a C++ compiler and run "
-        "`python -m kernels.library.build`"
+        f"no library was built (no compiler): install a C++ compiler and run `{BUILD_COMMAND}`"
     )
 
 
@@ -148,7 +147,7 @@ def test_an_unavailable_variant_is_refused(wish, message):
 
 @pytest.mark.parametrize("wish", ["auto", "avx2"])
 def test_a_library_of_other_sources_is_refused(wish):
-    with pytest.raises(ConfigurationError, match=r"other sources .* `python -m kernels"):
+    with pytest.raises(ConfigurationError, match=f"other sources .* run `{BUILD_COMMAND}`"):
         choose(libraries("avx2", "generic", stale=("avx2",)), FEATURES["avx2"], wish)
 
 
