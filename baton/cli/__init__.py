@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _text_of_missing(module: str) -> str:
-    """What to do about a module that is not found. It may be a part of a package that is installed,
-    but not of a namespace such as `google`, whose parts are installed one by one.
+    """The message about a module that is not found. An installed package may lack it; the parts of
+    a namespace such as `google` are packages of their own.
     """
     package = module.rpartition(".")[0]
     spec = find_spec(package) if package else None

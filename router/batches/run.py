@@ -177,7 +177,7 @@ class BatchRun:
     def _errors_of_lost_input(
         self, error: OSError | ChangedInputError
     ) -> tuple[Mapping[str, object], ...]:
-        """What the record says of an input file that is lost.
+        """Entries of the record for an input file that is lost.
 
         Raises:
             OSError: it may not be: another try may succeed, and there is time for one.
@@ -208,8 +208,13 @@ class BatchRun:
     def _without_result(self) -> Iterator[BatchRequest]:
         output, errors = self._files
         done = output.digests | errors.digests
+        num_left = self.record.total - len(done)
         try:
-            yield from read_requests(self._input_path, self.record.endpoint, done)
+            for request in read_requests(self._input_path, self.record.endpoint, done):
+                num_left -= 1
+                yield request
+            if num_left > 0:
+                raise ChangedInputError(f"{num_left} of its requests are gone")
         except (OSError, ChangedInputError) as error:
             self._input_errors = self._errors_of_lost_input(error)
 

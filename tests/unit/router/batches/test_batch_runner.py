@@ -280,6 +280,10 @@ def change(path) -> None:
     path.write_bytes(b"{\n" * 3)
 
 
+def empty(path) -> None:
+    path.write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("lose", "reason", "is_begun", "end"),
     [
@@ -289,6 +293,7 @@ def change(path) -> None:
         (remove, "No such file or directory", True, "cancelled"),
         (make_unreadable, "Is a directory", True, "expired"),
         (change, "line 1 has changed: the line is not JSON", True, None),
+        (empty, "2 of its requests are gone", True, None),
     ],
 )
 async def test_a_batch_whose_input_is_lost_fails_once(folder, clock, lose, reason, is_begun, end):
