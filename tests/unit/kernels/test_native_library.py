@@ -127,7 +127,7 @@ def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
             "avx512_bf16",
             "BATON_CPU_KERNELS is 'avx512_bf16': this CPU lacks avx512_bf16, avx512_vnni",
         ),
-        ("avx2", r"'avx2': its library was not built \(gone\); run `python -m"),
+        ("avx2", rf"'avx2': its library was not built \(gone\); run `{BUILD_COMMAND}`"),
         (
             "neon",
             "'neon': this machine has another architecture; it must be one of auto, torch, triton",
