@@ -19,6 +19,7 @@ MAX_GAP_S = 15.0
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["step", "lock"])
 async def test_a_stream_leaves_a_decode_replica_whose_step_hangs(tmp_path, what):
     model, prompt, path = tiny_checkpoint("llama"), prompt_of(40), tmp_path / "hang"
