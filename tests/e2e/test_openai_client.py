@@ -297,7 +297,7 @@ async def test_a_client_that_leaves_frees_everything(
     http_cluster: HttpCluster, streams: bool
 ) -> None:
     # Long and many, so that no machine is done before the client leaves.
-    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 8}
+    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 16}
     fields["extra_body"] = {"ignore_eos": True}
     if streams:
         stream = await http_cluster.openai.completions.create(**fields, stream=True)
