@@ -148,6 +148,7 @@ class Tab:
         return shown
 
     async def resize(self, width: int, height: int) -> None:
+        """Changes the size of the tab; returns when the page has it."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -155,6 +156,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
+        await self.until(f"innerWidth === {width}")
 
 
 @asynccontextmanager
