@@ -75,7 +75,8 @@ def _redis_cluster(folder):
 
 @contextmanager
 def _redis_sentinels(folder):
-    with running_sentinels(folder) as deployment:
+    # A busy machine must not look like a master that is down, whose last objects would be lost.
+    with running_sentinels(folder, down_after_ms=60_000) as deployment:
         yield deployment.url
 
 
