@@ -131,6 +131,7 @@ def third_party_packages(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SUITE_DEADLINE_S)
 def test_the_guides_store_conforms(tmp_path, suites):
     """The store that docs/connector-contract.md shows must work."""
     guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
