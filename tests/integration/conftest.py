@@ -68,7 +68,7 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[st
     # Other processes of pytest have folders of the same names.
     with fresh_shm_name() as shm_name:
         urls = {
-            "memory": f"memory://{tmp_path.name}",
+            "memory": f"memory://{tmp_path.name}?timeout_s=20",
             "shm": f"shm://{shm_name}?max_bytes=64MiB&timeout_s=20",
             "file": f"file://{tmp_path}/kv?timeout_s=20",
             "grpc": "grpc://?timeout_s=20",
