@@ -16,7 +16,10 @@ from tests.support.ports import reserved_port
 
 __all__ = ["RedisServer", "await_true", "running_redis_server"]
 
-_DEADLINE_S = 60.0  # sentinels and nodes of a cluster find each other within some seconds
+_DEADLINE_S = 60.0
+"""A demoted master is told so after twelve seconds; a sentinel whose machine has stalled for two
+waits for thirty before that.
+"""
 _STOP_DEADLINE_S = 10.0
 _POLL_S = 0.01
 
