@@ -304,7 +304,7 @@ async def test_a_client_that_leaves_frees_everything(
         await stream.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            await http_cluster.openai.with_options(timeout=0.3).completions.create(**fields)
+            await http_cluster.openai.with_options(timeout=0.1).completions.create(**fields)
     await http_cluster.cluster.wait_pools_full()
 
 
