@@ -37,8 +37,9 @@ pytestmark = [
 ]
 DATA = Path(__file__).parents[1] / "data" / "questions.json"
 # Of log-probabilities, against transformers in float64. Over these chats Baton was at most 8.9e-5
-# from it and 1.0014e-4 from transformers in float32, which was at most 4.5e-5 from it.
-TOLERANCE = 1e-4
+# from it and 1.0014e-4 from transformers in float32, which was at most 4.5e-5 from it. Another
+# processor adds in another order.
+TOLERANCE = 2e-4
 NUM_TOP = 5
 MAX_TOKENS = 200
 FLAGS = {
