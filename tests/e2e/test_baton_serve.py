@@ -142,6 +142,7 @@ async def generate_when_back(router: str) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
     path = tiny_checkpoint("llama")
     expected = reference_greedy(path, PROMPT, 8)

@@ -302,7 +302,7 @@ async def test_streams_outlive_what_happens_to_their_containers(
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 async def test_no_request_is_lost_while_all_services_are_replaced(
     two_routers: ComposeProject, jobs: list[tuple[list[int], list[int]]]
 ) -> None:

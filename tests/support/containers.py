@@ -201,7 +201,7 @@ class ComposeProject:
         run_program("docker", "build", f"--tag={image}", "-", text=f"FROM {IMAGE}\nLABEL next=1\n")
         self._environment |= {"BATON_IMAGE": image, "BATON_REDIS_MEMORY": "1gb"}
         self._images.append(image)
-        run_program(str(_UPGRADE), *self._command, timeout_s=300, environment=self._environment)
+        run_program(str(_UPGRADE), *self._command, timeout_s=900, environment=self._environment)
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail=200")
