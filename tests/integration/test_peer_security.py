@@ -16,10 +16,12 @@ from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.service import SERVICE_NAME
 from tests.support.certificates import Authority, write_files
 from tests.support.peer_process import LendingProcess
-from tests.support.peer_rig import LAYOUT, PeerRig
+from tests.support.peer_rig import LAYOUT, TIMEOUT_S, PeerRig
 
 TOKEN, OTHER_TOKEN = "t" * 32, "u" * 32
 AUTHORITY, STRANGER = Authority(), Authority("stranger")
+PATIENT = f"grpc://?timeout_s={TIMEOUT_S:g}"
+"""The default is short for a busy machine."""
 METHODS = sorted(pb.DESCRIPTOR.services_by_name["KvPeerService"].methods_by_name)
 
 MakeRig = Callable[..., PeerRig]
@@ -29,8 +31,8 @@ MakeRig = Callable[..., PeerRig]
 def make_rig() -> Iterator[MakeRig]:
     rigs: list[PeerRig] = []
 
-    def make(security: ClusterSecurity, **arguments: Any) -> PeerRig:
-        rigs.append(PeerRig("grpc://", security=security, **arguments))
+    def make(security: ClusterSecurity, url: str = PATIENT, **arguments: Any) -> PeerRig:
+        rigs.append(PeerRig(url, security=security, **arguments))
         return rigs[-1]
 
     yield make
@@ -69,9 +71,10 @@ def test_blocks_move_from_another_process_with_certificates_and_a_token(make_rig
     decode = make_rig(
         ClusterSecurity(None, certificates(tmp_path / "decode"), TOKEN), pool=empty_pool()
     )
-    stranger = make_rig(ClusterSecurity(None, certificates(tmp_path / "stranger"), OTHER_TOKEN))
+    strange = ClusterSecurity(None, certificates(tmp_path / "stranger"), OTHER_TOKEN)
+    stranger = make_rig(strange, "grpc://")
     files = certificates(tmp_path / "prefill")
-    with LendingProcess("grpc://", files=files, token=TOKEN) as prefill:
+    with LendingProcess(PATIENT, files=files, token=TOKEN) as prefill:
         prefill.ask("publish", range(4))
         handoff = prefill.ask("handoff", 4)
         assert stranger.load(handoff, range(4)).num_blocks == 0

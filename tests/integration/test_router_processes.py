@@ -4,8 +4,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx2
 import pytest
@@ -21,6 +23,11 @@ _DONE = "baton_router_requests_total"
 TOKEN = "the-token-of-this-test"
 OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
 MAX_PER_MINUTE = 16
+# Each would read the certificates of the system, which takes longer than a short answer: limits of
+# rates and of requests at the same time need calls that come soon after one another.
+get, post, stream_answer = (
+    partial(call, verify=False) for call in (httpx2.get, httpx2.post, httpx2.stream)
+)
 
 pytestmark = pytest.mark.xdist_group("router-processes")
 
@@ -39,7 +46,7 @@ def router(tmp_path_factory):
 def is_ready(router) -> bool:
     """Whether a new connection meets a process that can serve."""
     try:
-        return httpx2.get(f"http://{router.http}/ready", timeout=10).is_success
+        return get(f"http://{router.http}/ready", timeout=10).is_success
     except httpx2.TransportError:
         return False
 
@@ -48,12 +55,12 @@ def complete(router, *, key=KEY, request_id=None, **fields) -> httpx2.Response:
     """Sends a request on a connection of its own."""
     headers = {"x-api-key": key} | ({"X-Request-Id": request_id} if request_id else {})
     url = f"http://{router.http}/v1/completions"
-    return httpx2.post(url, json=COMPLETION | fields, headers=headers, timeout=30)
+    return post(url, json=COMPLETION | fields, headers=headers, timeout=30)
 
 
 def read_metrics(router) -> str:
     headers = dict(OPERATOR)
-    answer = httpx2.get(f"http://{router.http}/metrics", headers=headers, timeout=10)
+    answer = get(f"http://{router.http}/metrics", headers=headers, timeout=10)
     assert answer.status_code == 200
     return answer.text
 
@@ -112,8 +119,8 @@ def test_the_pages_state_is_that_of_all_processes(router):
     for request_id in ids:
         assert complete(router, request_id=request_id).is_success
     url = f"http://{router.http}/status"
-    assert httpx2.get(url, headers={"x-api-key": KEY}, timeout=10).status_code == 401
-    state = httpx2.get(url, headers=dict(OPERATOR), timeout=10).json()
+    assert get(url, headers={"x-api-key": KEY}, timeout=10).status_code == 401
+    state = get(url, headers=dict(OPERATOR), timeout=10).json()
     assert state["cluster"]["num_processes"] == 2
     assert set(ids) <= {trace["request_id"] for trace in state["recent"]}
     totals = [trace["total_ms"] for trace in state["slowest"]]
@@ -139,7 +146,7 @@ def test_a_killed_process_returns_while_others_serve_and_no_count_goes_back(rout
     before = counts(read_metrics(router))
     killed = router.children[0]
     killed.kill()
-    until(lambda: not killed.is_running() or killed.status() == "zombie")
+    until(lambda: not killed.is_running())  # a zombie may have threads, which hold its sockets
     served = Counter(complete(router).status_code for _ in range(10))
     assert served == {200: 10}
     during = counts(read_metrics(router))
@@ -169,9 +176,11 @@ def test_a_port_in_use_is_refused_in_one_line(router):
 
 
 def test_limits_of_a_client_hold_for_all_processes(router):
+    began_at = time.monotonic()
     answers = [complete(router, key=OTHER_KEY) for _ in range(MAX_PER_MINUTE + 4)]
+    num_flown_in = int((time.monotonic() - began_at) * MAX_PER_MINUTE / 60)
     codes = Counter(answer.status_code for answer in answers)
-    assert codes[429] >= 3  # one flows in every four seconds
+    assert codes[429] >= 4 - num_flown_in  # of a slow machine
     assert codes[200] >= MAX_PER_MINUTE
     assert set(codes) == {200, 429}
 
@@ -182,7 +191,7 @@ def test_a_signal_drains_all_processes(router):
     def stream() -> str:
         body = COMPLETION | {"stream": True, "max_tokens": 200}
         url, headers, text = f"http://{router.http}/v1/completions", {"x-api-key": KEY}, ""
-        with httpx2.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+        with stream_answer("POST", url, json=body, headers=headers, timeout=60) as answer:
             for piece in answer.iter_text():
                 if not text:
                     have_begun.wait(30)

@@ -16,8 +16,9 @@ from router.processes.shared_counts import SharedAccounts
 number, count, limit, folder = int(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
 account = SharedAccounts(ProcessPlace(number, count, folder)).account("tenant", "a")
 num_begun = num_refused = 0
-print("begins", flush=True)
-end = time.monotonic() + 1.0
+print("ready", flush=True)
+duration_s = float(sys.stdin.readline())
+end = time.monotonic() + duration_s
 while time.monotonic() < end or num_begun < 20:
     with account.open() as counts:
         has_begun = counts.has_room(1, limit)
@@ -39,8 +40,12 @@ def test_processes_together_stay_within_a_limit_and_what_a_killed_one_held_comes
     account = watching.account("tenant", "a")
     processes = [start(number, tmp_path) for number in range(NUM_PROCESSES)]
     for process in processes:
-        assert process.stdout.readline() == "begins\n"
+        assert process.stdout.readline() == "ready\n"
     killed, *others = processes
+    # They begin together, however long each took to start; one goes on until it is killed.
+    for process, duration_s in zip(processes, (60, *[1] * len(others)), strict=True):
+        process.stdin.write(f"{duration_s}\n")
+        process.stdin.flush()
     while True:  # until it holds a place
         with account.open() as counts:
             if counts._running[0]:
@@ -60,5 +65,8 @@ def test_processes_together_stay_within_a_limit_and_what_a_killed_one_held_comes
 def start(number: int, folder: Path) -> "subprocess.Popen[str]":
     arguments = map(str, (number, NUM_PROCESSES + 1, LIMIT, folder))
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )

@@ -358,6 +358,9 @@ async def test_a_process_that_a_second_signal_kills_is_not_started_again(lines, 
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(waiting, DEADLINE_S)
         os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            while process.pid is not None:  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)  # `QUICK` would have started it by then
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

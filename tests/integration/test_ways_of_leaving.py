@@ -5,6 +5,7 @@ log has one line of it, and router and workers are as before.
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,12 +14,13 @@ import pytest_asyncio
 from prometheus_client import generate_latest
 
 from baton.v1 import generation_pb2
+from engine.batch import ScheduledBatch, StepOutput
 from router.config.http import HttpConfig
 from router.config.served_model import ServedModelConfig
 from tests.support.cluster import get_load
 from tests.support.raw_grpc import RawConnection
 from tests.support.running_router import RunningRouter, request
-from tests.support.tiers_here import running_tiers
+from tests.support.tiers_here import WorkerHere, running_tiers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -26,6 +28,10 @@ GENERATE = "/baton.v1.GenerationService/Generate"
 STREAM = "/baton.v1.GenerationService/GenerateStream"
 SEND_TIMEOUT_S = 2.0
 """Other ways of leaving take milliseconds, also on a busy machine."""
+STEP_S = 0.01
+"""Steps of the decode engine take so long more: a request shall not end before its client has left,
+however fast the tiny model is and however late a busy machine lets the client leave.
+"""
 GAUGES = ("baton_router_running_requests", "baton_router_waiting_requests")
 KILLED_CLIENT = """
 import sys, grpc
@@ -47,7 +53,20 @@ async def router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
         http=HttpConfig(port=None, send_timeout_s=SEND_TIMEOUT_S),
         more_models=(ServedModelConfig(model="absent", decode=("127.0.0.1:1",)),),
     ) as running:
+        slow_down(running.workers[-1])
         yield running
+
+
+def slow_down(worker: WorkerHere) -> None:
+    """Lets each step of a worker take `STEP_S` more."""
+    runner = worker.engine._core._runner
+    execute = runner._execute
+
+    def execute_slowly(batch: ScheduledBatch) -> StepOutput:
+        time.sleep(STEP_S)
+        return execute(batch)
+
+    runner._execute = execute_slowly
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from baton.common.errors import InvalidArgumentError, ResourceExhaustedError
 from rpc.discovery.announcements import MAX_LABELS, Announcements
+from tests.support.clock import Clock
 
 LABELS = {"role": "decode"}
 
@@ -27,20 +28,24 @@ class Known:
             self.addresses[address] = dict(labels)
 
 
-async def test_a_lease_ends_unless_it_is_renewed():
-    announcements, known = Announcements(lease_s=0.2), Known()
-    loop = asyncio.get_running_loop()
+async def test_a_lease_ends_unless_it_is_renewed(monkeypatch):
+    announcements, known = Announcements(lease_s=15.0), Known()
+    loop, clock = asyncio.get_running_loop(), Clock()
+    monkeypatch.setattr(loop, "time", clock)
     with announcements.watching(known):
         announcements.announce("a:1", LABELS)
         announcements.announce("b:2", LABELS)
-        began_at = loop.time()
+        began_at = clock.now
         while known.addresses.keys() != {"b:2"}:  # until the lease of a:1 is over
             announcements.announce("b:2", LABELS)
-            assert loop.time() < began_at + 20
-            await asyncio.sleep(0.01)
-        assert loop.time() - began_at > 0.19
+            assert clock.now < began_at + 20
+            clock.now += 1.0
+            for _ in range(2):
+                await asyncio.sleep(0)  # timers that are due run after this task
+        assert clock.now == began_at + 15
         assert len(announcements) == 1
         assert known.removed == ["a:1"]
+        announcements.withdraw("b:2")  # so that no timer is left
 
 
 async def test_a_flood_of_announcements_is_refused_and_changes_nothing():

@@ -95,7 +95,7 @@ def test_hanging_is_reported_once_and_ends_with_a_task(
         rig.wait_for_ends(3)
         rig.submit(3)
         rig.wait_for_ends(1)
-        assert rig.threads.close()
+        rig.wait_for_threads()
     assert not rig.threads.is_hanging
     assert not rig.has_hung.acquire(blocking=False)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
