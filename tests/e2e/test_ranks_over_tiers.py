@@ -16,7 +16,7 @@ from tests.support.cluster import ServerProcess, get_load, running_cluster
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(library() is None, reason="no native kernels"),
 ]
 

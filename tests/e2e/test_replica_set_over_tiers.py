@@ -17,7 +17,7 @@ from rpc.probe import check_health
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import WORKER_CALL, Cluster, ServerProcess, get_load, running_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STREAMS = 8
 """So many that a worker without any of them costs the least, whatever the others have cached."""
@@ -75,7 +75,7 @@ async def test_streams_go_on_while_their_tier_is_scaled(
             assert await asyncio.to_thread(cli.main, arguments) == 0
             return capsys.readouterr().out.split()
 
-        async with asyncio.timeout(150), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(400), asyncio.TaskGroup() as group:
             streams = Streams(client, expected, group)
             three = await scale(3)
             await until_all_run(three)

@@ -21,7 +21,7 @@ from tests.support.two_hosts import other_host, why_unavailable
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable()),
 ]
 
