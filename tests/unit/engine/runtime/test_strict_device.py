@@ -21,6 +21,8 @@ from tests.support.draw_params import GREEDY, draw_params
 from tests.support.logits_processors import FLAG
 from tests.support.strict_device import GPU, RefusedError, StrictDevice
 
+pytestmark = pytest.mark.timeout(400)
+
 _FLAGS = {
     "dtype": "bfloat16",
     "max_model_len": 256,
