@@ -46,7 +46,7 @@ class NativeKernelsHook(BuildHookInterface):
             folder, names = libraries.library_folder, [outcome.variant for outcome in outcomes]
             existing = [p for name in names if (p := variants.library_path(name, folder)).exists()]
             if not existing:
-                self._warn(libraries.name, libraries.without)
+                self._warn(libraries.name, libraries.without, variants.BUILD_COMMAND)
             built += existing
             records += [variants.record_path(name, folder) for name in names]
         if version == "editable":
@@ -61,10 +61,10 @@ class NativeKernelsHook(BuildHookInterface):
             platform = platform_tag.platform_tag(built)
             build_data |= {"infer_tag": True} if platform is None else {"tag": _ANY + platform}
 
-    def _warn(self, name: str, consequence: str) -> None:
+    def _warn(self, name: str, consequence: str, command: str) -> None:
         self.app.display_warning(
             f"No native {name}: {consequence}. Install a C++20 compiler and install again, or run "
-            "`python -m kernels.library.build`."
+            f"`{command}`."
         )
 
     def _tell_outcome(self, name: str, outcome: Any) -> None:

@@ -231,4 +231,6 @@ class Runner(Protocol):
         """
 
     def close(self) -> None:
-        """Waits for submitted steps and stops the runner's threads. Idempotent."""
+        """Waits for submitted steps, stops the threads, and frees the model and the pools.
+        Idempotent.
+        """

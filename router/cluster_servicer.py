@@ -30,6 +30,7 @@ from router.routing.policy import Choice
 __all__ = ["ClusterServicer", "ClusterStatus"]
 
 _LOAD_TIMEOUT_S = 1.0
+_NO_REPORT = "it has just been connected, and has not reported its load yet"
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 1000
 
@@ -140,7 +141,9 @@ async def _connected_replica(
         backlog_s=replica.backlog_s,
         hit_rate=replica.hit_rate,
     )
-    if asks_replica:
+    if not replica.has_reported:
+        status.problem = _NO_REPORT
+    elif asks_replica:
         answer = worker_pb2.GetLoadResponse(load=replica.load)  # the last report stands
         with suppress(BatonError):
             answer = await replica.worker.get_load(_LOAD_TIMEOUT_S)
@@ -152,6 +155,8 @@ async def _connected_replica(
 
 
 def _state_of(replica: Replica) -> "cluster_pb2.ReplicaState.ValueType":
+    if not replica.has_reported:
+        return cluster_pb2.REPLICA_STATE_LOST
     if not replica.takes_requests:
         return cluster_pb2.REPLICA_STATE_DRAINING
     if replica.is_ejected:

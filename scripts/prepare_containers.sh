@@ -139,6 +139,10 @@ if [[ ${1:-} == --stop ]]; then
     stop_engine
     exit
 fi
+# Two runs at once would both start an engine. The lock is not the engine's, which outlives this.
+if [[ ${1:-} != --locked && -w $STATE ]] && command -v flock >/dev/null; then
+    exec flock --close "$STATE/lock" "$0" --locked
+fi
 docker info >/dev/null 2>&1 || start_engine
 install_programs docker-compose:docker-compose
 has_image "$PYTHON_IMAGE" || pull "$PYTHON_IMAGE" || make_python_image

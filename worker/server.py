@@ -135,7 +135,8 @@ def _publisher(
 ) -> "KvEventPublisher":
     from worker.kv_events.publisher import KvEventPublisher
 
-    return KvEventPublisher(sockets, engine, config.topic(engine.config.model_name))
+    topic, rank = config.topic(engine.config.model_name), config.kv_events_rank
+    return KvEventPublisher(sockets, engine, topic, rank)
 
 
 async def _follow(args: argparse.Namespace, config: EngineConfig, place: RankPlace) -> None:

@@ -4,9 +4,11 @@ import argparse
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 from typing_extensions import override
 
@@ -109,12 +111,29 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("baton", *PACKAGES):
             raise
-        text = f"{error.name} is not installed; `baton doctor` names all that is missing"
-        sys.stderr.write(f"baton {command}: error: {text}\n")
+        if os.environ.get("BATON_LOG_LEVEL") == "debug":
+            traceback.print_exc()
+        sys.stderr.write(f"baton {command}: error: {_text_of_missing(error.name)}\n")
         return _EXIT_FAILURE
     except BatonError as error:
         sys.stderr.write(f"baton {command}: error: {error.message}\n")
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE
+
+
+def _text_of_missing(module: str) -> str:
+    """The message about a module that is not found. An installed package may lack it; the parts of
+    a namespace such as `google` are packages of their own.
+    """
+    package = module.rpartition(".")[0]
+    spec = find_spec(package) if package else None
+    if spec is None or spec.origin is None:
+        problem = f"{module} is not installed"
+    else:
+        problem = f"the installed package {package} has no module {module}"
+    return (
+        f"{problem}; `baton doctor` names all that is missing or has a wrong version, and "
+        "BATON_LOG_LEVEL=debug shows what imports it"
+    )
 
 
 def _find_command(arguments: list[str]) -> str:

@@ -17,6 +17,7 @@ from baton.doctor import Finding, Level
 from baton.doctor.software import has_torch
 from kernels.library import library
 from kernels.library.build import find_compiler
+from kernels.library.variants import BUILD_COMMAND
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def check_libraries() -> Iterator[Finding]:
         parts.append(f"{found.variant.name} {state}")
         states[found.variant.name] = state
     is_complete = set(states.values()) == {"built"}
-    text = "; ".join(parts) + ("" if is_complete else f"; `{library.BUILD_COMMAND}` builds them")
+    text = "; ".join(parts) + ("" if is_complete else f"; `{BUILD_COMMAND}` builds them")
     yield Finding("libraries", Level.OK if is_complete else Level.NOTE, text, states)
 
 

@@ -10,7 +10,12 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from baton.common.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
+from baton.common.errors import (
+    BatonError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from baton.common.request.prompts import ParsedPrompt, Prompt, parse_prompts, refuse_lora
 from baton.common.request.results import RequestOutput
 from baton.common.request.sampling_params import SamplingParams
@@ -86,6 +91,7 @@ class LLM:
             FailedPreconditionError: a request limits the reasoning part, whose tags are not
                 set; raised before anything is computed.
             TypeError: a mapping has a field that `SamplingParams` does not have.
+            UnavailableError: `close` was called.
         """
         refuse_lora(lora_request)
         chosen = _either("prompts", prompts, "prompt_token_ids", prompt_token_ids)
@@ -129,6 +135,7 @@ class LLM:
             InvalidArgumentError: as in `generate`, or a message is malformed, or the template
                 refuses it; names the field.
             FailedPreconditionError: as in `generate`, or the model has no chat template.
+            UnavailableError: as in `generate`.
         """
         refuse_lora(lora_request)
         prompts = [
@@ -163,6 +170,7 @@ class LLM:
 
         Raises:
             InvalidArgumentError: as in `generate`.
+            UnavailableError: as in `generate`.
         """
         refuse_lora(lora_request)
         decode = self._model.tokenizer.decode
@@ -184,7 +192,7 @@ class LLM:
         return self._core.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Closes the KV connector, if there is one. Idempotent.
+        """Frees the model and closes the KV connector, if there is one. Idempotent.
 
         It waits for KV that is being saved, for at most ten seconds.
         """
@@ -209,6 +217,8 @@ class LLM:
         use_tqdm: ProgressBar,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        if self._is_closed:
+            raise UnavailableError("this LLM was closed")
         requests = self._make_requests(prompts, params, priority)
         for request in requests.values():
             self._check(request)

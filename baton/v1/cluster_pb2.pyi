@@ -37,7 +37,9 @@ class _ReplicaStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 2
     """It is connected and takes no new requests."""
     REPLICA_STATE_LOST: _ReplicaState.ValueType  # 3
-    """It is not connected: it was lost, was refused, or was never reached."""
+    """It is not connected: it was lost, was refused, or was never reached. Or it has just been
+    connected, and has not reported its load yet.
+    """
     REPLICA_STATE_EJECTED: _ReplicaState.ValueType  # 4
     """It is connected, but its calls have failed: requests go to other replicas, if there are any."""
 
@@ -51,7 +53,9 @@ REPLICA_STATE_READY: ReplicaState.ValueType  # 1
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 2
 """It is connected and takes no new requests."""
 REPLICA_STATE_LOST: ReplicaState.ValueType  # 3
-"""It is not connected: it was lost, was refused, or was never reached."""
+"""It is not connected: it was lost, was refused, or was never reached. Or it has just been
+connected, and has not reported its load yet.
+"""
 REPLICA_STATE_EJECTED: ReplicaState.ValueType  # 4
 """It is connected, but its calls have failed: requests go to other replicas, if there are any."""
 Global___ReplicaState: typing_extensions.TypeAlias = ReplicaState
@@ -655,7 +659,7 @@ class ReplicaStatus(google.protobuf.message.Message):
     state: Global___ReplicaState.ValueType
     """Whether it can be used."""
     problem: builtins.str
-    """Why it is not connected; empty if it is."""
+    """Why it is lost; empty if it is not."""
     backlog_s: builtins.float
     """Seconds of prompt work that it has still to do, by its last report and what this router has
     sent since then.

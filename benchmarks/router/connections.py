@@ -21,7 +21,7 @@ from benchmarks.router.servers import (
 __all__ = ["ConnectionRow", "connection_table", "measure_connections"]
 
 _NUM_STREAMS, _NUM_TOKENS, _STEP_MS = 10_000, 16, 5_000.0
-_SMOKE_STREAMS, _SMOKE_STEP_MS = 20, 50.0
+_SMOKE_STREAMS, _SMOKE_STEP_MS = 20, 100.0  # the first stream lasts until the last has begun
 _NUM_WORKERS = 4
 _NUM_PROBES = 5
 _STARTS_PER_S = 250

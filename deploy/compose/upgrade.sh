@@ -11,6 +11,7 @@
 set -euo pipefail
 
 readonly DRAIN_S=40 START_S=${START_TIMEOUT_S:-600}
+readonly RECONNECT_S=5 # clients that found a router closed have tried it again by then
 (($#)) || set -- docker-compose
 readonly COMPOSE=("$@")
 any=$("${COMPOSE[@]}" ps --quiet)
@@ -59,5 +60,8 @@ replace() {
 replace redis # only if it has changed; KV in it is lost, and computed again
 replace_workers prefill
 replace_workers decode
-replace router-2
+if [[ -n $(containers router-2) ]]; then
+    replace router-2
+    sleep "$RECONNECT_S"
+fi
 replace router

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from baton.common.errors import UnavailableError
 from baton.common.module_process import module_command, path_variable
+from engine.constraints.interface import MAX_COMPILER_THREADS
 from engine.constraints.vocabulary import Vocabulary
 
 __all__ = ["READY", "STARTED", "WALL_TIMES", "CompileProcess", "JobLostError", "JobTimeoutError"]
@@ -182,8 +183,8 @@ def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:
     answer = read_message(channel)
     if answer is not None:
         return answer
-    # A job's CPU time is at most the time on the clock.
-    if time.monotonic() - started > 0.95 * timeout_s:
+    # The CPU time of a job's threads adds up: it is over sooner than that on the clock.
+    if time.monotonic() - started > 0.95 * timeout_s / MAX_COMPILER_THREADS:
         raise JobTimeoutError
     return None
 

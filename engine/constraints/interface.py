@@ -6,6 +6,7 @@ from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.vocabulary import Mask
 
 __all__ = [
+    "MAX_COMPILER_THREADS",
     "MAX_WHITESPACE",
     "Backend",
     "Grammar",
@@ -15,6 +16,8 @@ __all__ = [
     "first_line",
 ]
 
+MAX_COMPILER_THREADS = 2
+"""Threads of a backend that compile one grammar."""
 MAX_WHITESPACE = 8
 """Characters of whitespace between two tokens of JSON, unless the operator states another limit.
 

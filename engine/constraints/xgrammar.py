@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from baton.common.request.structured_outputs import StructuredOutputs
 from engine.constraints.interface import (
+    MAX_COMPILER_THREADS,
     MAX_WHITESPACE,
     Grammar,
     GrammarState,
@@ -29,7 +30,6 @@ __all__ = ["XGrammarBackend", "endless_rule_of"]
 _T = TypeVar("_T")
 _CONTENT_OF_OBJECTS = {"properties", "additionalProperties", "unevaluatedProperties"}
 _CONTENT_OF_ARRAYS = {"items", "prefixItems", "unevaluatedItems"}
-_NUM_COMPILER_THREADS = 2
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Warning: )?")
 
 
@@ -55,7 +55,7 @@ class XGrammarBackend:
             stop_token_ids=list(vocabulary.eos_token_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(
-            self._info, max_threads=_NUM_COMPILER_THREADS, cache_enabled=False
+            self._info, max_threads=MAX_COMPILER_THREADS, cache_enabled=False
         )
 
     def compile(

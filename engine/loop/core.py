@@ -43,6 +43,31 @@ Outputs = list[EngineOutput]
 OnOutputs = Callable[[Outputs], None]
 
 
+class _Waker:
+    """Ends an engine's waits; any thread may call it.
+
+    Threads of the connector and of the grammars call it, and it does not refer to the engine: an
+    engine that nobody uses any more is freed at once, and not when Python's collector finds it.
+
+    Attributes:
+        woken: ends a wait.
+        has_results: whether the connector has reported results since the last poll.
+    """
+
+    def __init__(self) -> None:
+        self.woken = threading.Event()
+        self.has_results = False
+
+    def wake(self) -> None:
+        """Ends the engine's wait."""
+        self.woken.set()
+
+    def note_results(self) -> None:
+        """Ends the engine's wait, as the connector's worker half has results."""
+        self.has_results = True
+        self.woken.set()
+
+
 class EngineCore:
     """One engine. Not safe to call from two threads at once.
 
@@ -90,12 +115,11 @@ class EngineCore:
         )
         self._runner = runner
         self._clock = clock
-        self._woken = threading.Event()
-        self._has_results = False  # the connector has reported some since the last poll
+        self._waker = _Waker()
         self._on_outputs: OnOutputs | None = None  # while a step computes
         self._early_error: Exception | None = None
         self._end_error: Exception | None = None
-        self._grammars = Grammars(config, runner.info, self.wake, self.metrics)
+        self._grammars = Grammars(config, runner.info, self._waker.wake, self.metrics)
         connector_scheduler, self._connector = connector or null_connector()
         self.lends_prefixes = (
             config.enable_prefix_caching
@@ -135,7 +159,7 @@ class EngineCore:
         worker.measure(self.kv_metrics, scheme)
         share = PoolShare(num_blocks=self.num_blocks)
         worker.register_pool(self._runner.kv_pool, self.info.layout, self.form, share)
-        worker.set_waker(self._on_connector_ready)
+        worker.set_waker(self._waker.note_results)
         worker.watch()
         if not self.config.async_scheduling:
             self._runner.watch_layers(self._between_layers)
@@ -222,12 +246,12 @@ class EngineCore:
         Call it right after a step. It returns at once unless that step found nothing to run.
         """
         if self.is_stalled:
-            self._woken.wait(min(self._time_left_s(), threading.TIMEOUT_MAX))
-        self._woken.clear()
+            self._waker.woken.wait(min(self._time_left_s(), threading.TIMEOUT_MAX))
+        self._waker.woken.clear()
 
     def wake(self) -> None:
         """Ends `wait`. Any thread may call it."""
-        self._woken.set()
+        self._waker.wake()
 
     def end(self, error: Exception) -> None:
         """Makes the next step raise an error. Any thread may call it."""
@@ -246,11 +270,13 @@ class EngineCore:
             left_s = give_up_at - self._clock()
             if left_s <= 0 or not self.scheduler.has_open_saves:
                 return
-            self._woken.wait(left_s)
-            self._woken.clear()
+            self._waker.woken.wait(left_s)
+            self._waker.woken.clear()
 
     def close(self) -> None:
-        """Closes the runner, the connector and the compiler of grammars. Idempotent."""
+        """Closes the runner, which frees the model, the connector and the compiler of grammars.
+        Idempotent.
+        """
         with ExitStack() as closing:
             closing.callback(self._grammars.close)
             closing.callback(self._connector.close)
@@ -279,8 +305,8 @@ class EngineCore:
         self._start_transfers()
         if not may_compute:
             return True
-        if not turns.take(self._woken, self._time_left_s()):
-            self._woken.clear()
+        if not turns.take(self._waker.woken, self._time_left_s()):
+            self._waker.woken.clear()
             return False
         self._timer.end_phase("execute")
         return True
@@ -330,18 +356,13 @@ class EngineCore:
 
     def _poll(self) -> Outputs:
         """Processes what transfers have brought."""
-        self._has_results = False
+        self._waker.has_results = False
         return self.scheduler.apply(self._connector.poll())
-
-    def _on_connector_ready(self) -> None:
-        """Called by any thread when the connector's worker half has results."""
-        self._has_results = True
-        self.wake()
 
     def _between_layers(self, step: int, num_layers: int) -> None:
         """Called between layers: delivers finished transfers while the step runs."""
         self._connector.layers_computed(step, num_layers)
-        if self._on_outputs is None or not self._has_results or self._early_error is not None:
+        if self._on_outputs is None or not self._waker.has_results or self._early_error is not None:
             return
         try:
             if outputs := self._poll():

@@ -89,6 +89,7 @@ class ModelRunner:
         )
         self._steps = launched.steps
         self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
         if ranks is not None:
             self._wait_limit_s = config.step_timeout_s * _SHARE_OF_STEP_TIMEOUT
             ranks.limit_waits(self._wait_limit_s)
@@ -147,13 +148,19 @@ class ModelRunner:
         self._steps.watch_layers(on_layers)
 
     def close(self) -> None:
-        """Waits for submitted steps, ends the thread and closes the turns' files. Idempotent."""
+        """Waits for submitted steps, ends the thread, closes the turns' files, and frees the model
+        and the pools. Idempotent.
+        """
         if self._thread is not None:
             self._thread.shutdown()
         wait_for(self._device)
         self.turns.close()
         if self._ranks is not None:
             self._ranks.close()
+        if not self._is_closed:  # the engine, which the steps refer to, may live for longer
+            del self._steps, self._model, self._kv_pool, self._host_pool
+            del self._slots, self._host_slots
+        self._is_closed = True
 
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step, which was sent to the other ranks if stages before this one compute it."""

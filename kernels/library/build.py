@@ -1,5 +1,6 @@
 """Compiles the kernels, and the library of block keys that processes without kernels load:
-`python -m kernels.library.build`; installing Baton does the same.
+`BUILD_COMMAND`, in a source tree also `python -m kernels.library.build`. Installing Baton does the
+same.
 
 Every variant is one library of all sources, so that code of one instruction set
 cannot reach another's through an inlined template. The files of all variants compile in parallel,
@@ -24,6 +25,7 @@ from pathlib import Path
 
 # Relative, since the build hook imports this package by another name; see hatch_build.py.
 from .variants import (
+    BUILD_COMMAND,
     LIBRARY_FOLDER,
     SOURCE_FOLDER,
     BuildRecord,
@@ -312,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 1 if something failed to compile, 2 if there is no compiler.
     """
     argparse.ArgumentParser(
-        prog="python -m kernels.library.build",
+        prog=BUILD_COMMAND,
         description="Compile the native kernels and block keys for this machine's architecture, as "
         "far as their sources, flags or compiler changed. CXX names another compiler.",
     ).parse_args(arguments)

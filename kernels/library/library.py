@@ -16,6 +16,7 @@ from pathlib import Path
 from baton.common.errors import ConfigurationError
 from kernels.library.cpu import cpu_features
 from kernels.library.variants import (
+    BUILD_COMMAND,
     VARIANTS,
     Variant,
     fingerprint_sources,
@@ -25,7 +26,6 @@ from kernels.library.variants import (
 )
 
 __all__ = [
-    "BUILD_COMMAND",
     "TORCH",
     "TRITON",
     "WISH_VARIABLE",
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 WISH_VARIABLE = "BATON_CPU_KERNELS"
-BUILD_COMMAND = "python -m kernels.library.build"
 TORCH = "torch"
 TRITON = "triton"
 INTERPRET_VARIABLE = "TRITON_INTERPRET"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 __all__ = [
+    "BUILD_COMMAND",
     "LIBRARY_FOLDER",
     "SOURCE_FOLDER",
     "VARIANTS",
@@ -25,6 +26,8 @@ __all__ = [
 
 SOURCE_FOLDER = Path(__file__).parents[1] / "native" / "src"
 LIBRARY_FOLDER = Path(__file__).parents[1] / "native" / "lib"
+BUILD_COMMAND = "python -P -m baton.common.module_process 0 kernels.library.build"
+"""`python -m kernels.library.build` could run another distribution's package `kernels`."""
 
 _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

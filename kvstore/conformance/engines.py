@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
 
@@ -74,6 +75,22 @@ class TinyEngine(ConnectorDriver):
     def has_nothing_new(self, before: torch.Tensor) -> bool:
         """Returns whether `block_bytes` are as before, or zeroed: a failed load may zero blocks."""
         return bool((self.block_bytes.eq(before) | self.block_bytes.eq(0)).all())
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Looks keys up until some are found: on a busy machine an answer that comes too late is 0.
+
+        Returns:
+            How many leading blocks can be loaded.
+        """
+        num_found = 0
+
+        def has_found() -> bool:
+            nonlocal num_found
+            num_found = self.look_up(keys)
+            return num_found > 0
+
+        self.run_until(has_found, "a look-up that finds what was saved")
+        return num_found
 
     def run_for(self, seconds: float) -> None:
         """Steps for a while."""

@@ -7,12 +7,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import count
+from itertools import count, islice
 
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore
 
 __all__ = [
+    "MAX_WRITTEN",
     "as_object",
     "blank",
     "counting",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 _HEADER_BYTES = 64
+MAX_WRITTEN = 100
+"""The most objects that `write_until_killed` leaves, however late it is killed."""
 
 
 def random_keys(num_keys: int) -> list[bytes]:
@@ -92,7 +95,10 @@ def numbered_keys(seed: bytes) -> Iterator[bytes]:
 
 
 def write_until_killed(url: str, seed: bytes, num_bytes: int) -> None:
-    """Puts one object after the other."""
+    """Puts one object after the other; deletes and puts the last one from then on."""
     with closing(open_store(url)) as store:
-        for number, key in enumerate(numbered_keys(seed)):
+        for number, key in enumerate(islice(numbered_keys(seed), MAX_WRITTEN)):
+            store.put([key], [filled(number % 256, num_bytes)])
+        while True:
+            store.delete([key])
             store.put([key], [filled(number % 256, num_bytes)])

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.conformance.conftest import StoreOpener
 from kvstore.conformance.objects import (
+    MAX_WRITTEN,
     filled,
     numbered_keys,
     random_keys,
@@ -94,7 +95,7 @@ def test_processes_agree_on_one_winner(store: KvStore, shared_url: str) -> None:
 
 def test_a_killed_writer_leaves_whole_objects(store: KvStore, shared_url: str) -> None:
     (seed,) = random_keys(1)
-    keys = list(islice(numbered_keys(seed), 500))
+    keys = list(islice(numbered_keys(seed), MAX_WRITTEN + 1))
     writer = _SPAWN.Process(target=write_until_killed, args=(shared_url, seed, _OBJECT_BYTES))
     writer.start()
     deadline_s = time.monotonic() + _DEADLINE_S

@@ -162,7 +162,7 @@ def test_the_end_of_a_lease_leaves_copies(
     publisher.scheduler.end_lease(handoff.handoff_id)
     publisher.run_for(_AWHILE_S)
 
-    assert reader.look_up(keys) == 3
+    assert reader.find(keys) == 3
 
 
 @pytest.mark.usefixtures("only_lends")

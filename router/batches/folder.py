@@ -127,11 +127,11 @@ class BatchFolder:
             expires_at=now + ttl_s,
         )
         path = self.content_path(key_of(tenant), record.id)
-        _write(path, content)
         try:
+            _write(path, content)
             self.write_file_record(key_of(tenant), record)
-        except OSError:
-            path.unlink(missing_ok=True)
+        except OSError:  # which does not say that nothing was written
+            self._remove_file(key_of(tenant), record.id)
             raise
         return record
 
@@ -164,13 +164,13 @@ class BatchFolder:
 
         Raises:
             NotFoundError: the client has no such file.
-            FailedPreconditionError: a batch that has not finished reads it.
+            FailedPreconditionError: a batch that has not finished reads or writes it.
         """
         self.file(tenant, file_id)
         key = key_of(tenant)
         for batch in self._unfinished(key, self._queue_of(key)):
-            if batch.input_file_id == file_id:
-                raise FailedPreconditionError(f"file_id: {batch.id} still reads this file")
+            if file_id in batch.file_ids:
+                raise FailedPreconditionError(f"file_id: {batch.id} still needs this file")
         self._remove_file(key, file_id)
 
     def add_batch(self, record: BatchRecord) -> None:
@@ -185,10 +185,10 @@ class BatchFolder:
                 f"input_file_id: this client has {MAX_BATCHES} batches, the most; those that have "
                 "finished are removed with time"
             )
-        self.write_batch(key, record)
         try:
+            self.write_batch(key, record)
             self._enqueue(key, record)
-        except OSError:
+        except OSError:  # which does not say that nothing was written
             self._record_path(key, "batches", record.id).unlink(missing_ok=True)
             raise
 
@@ -267,13 +267,12 @@ class BatchFolder:
         queued = self._queue_of(key)
         batches = self._records(BatchRecord, key, "batches")
         unfinished = [batch for batch in batches if not batch.is_finished]
-        in_use = {batch.input_file_id for batch in unfinished}
+        in_use = {file_id for batch in unfinished for file_id in batch.file_ids}
         for file in self._records(FileRecord, key, "files"):
             if file.expires_at <= self.now and file.id not in in_use:
                 self._remove_file(key, file.id)
         if len(batches) == len(self._ids(key, "batches")):  # else one of another version may run
-            results = {name for batch in unfinished for name in (batch.output_id, batch.error_id)}
-            kept = results.union(self._ids(key, "files"))
+            kept = in_use.union(self._ids(key, "files"))
             self._remove_left(self._tenants / key / "files", _CONTENT, kept)
         for batch in batches:
             finished_at = max(batch.times.values(), default=batch.created_at)

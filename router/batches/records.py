@@ -111,6 +111,11 @@ class BatchRecord:
         """Whether the status stays."""
         return self.status in FINISHED
 
+    @property
+    def file_ids(self) -> tuple[str, str, str]:
+        """Ids of the files that it reads and writes: the requests, the answers, the errors."""
+        return self.input_file_id, self.output_id, self.error_id
+
     def body(self) -> dict[str, Any]:
         """OpenAI's batch object."""
         moments = ("in_progress", "finalizing", "completed", "failed", "expired")

@@ -17,6 +17,7 @@ __all__ = [
     "ENDPOINTS",
     "MAX_REQUESTS",
     "BatchRequest",
+    "ChangedInputError",
     "InputCheck",
     "check_input",
     "id_digest",
@@ -66,6 +67,10 @@ class InputCheck:
 
     total: int
     errors: tuple[Mapping[str, Any], ...]
+
+
+class ChangedInputError(Exception):
+    """An input file is not what `check_input` has accepted."""
 
 
 class _LineError(Exception):
@@ -126,10 +131,17 @@ def read_requests(
         path: the file.
         endpoint: the path that they are for.
         done: digests of the `custom_id`s of those that are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ChangedInputError: a line is no request any more.
     """
     max_line_bytes = path.stat().st_size
     for number, line in _lines(path, max_line_bytes):
-        custom_id, body = _parse(line, endpoint, max_line_bytes)
+        try:
+            custom_id, body = _parse(line, endpoint, max_line_bytes)
+        except _LineError as error:
+            raise ChangedInputError(f"line {number} has changed: {error.message}") from None
         if id_digest(custom_id) not in done:
             yield BatchRequest(number, custom_id, _text_of(body))
 

@@ -4,10 +4,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from router.batches.folder import BatchFolder, QueuedBatch
 from router.batches.records import BATCH_OUTPUT, BatchRecord, FileRecord
-from router.batches.requests import BatchRequest, check_input, id_digest, read_requests
+from router.batches.requests import (
+    BatchRequest,
+    ChangedInputError,
+    check_input,
+    id_digest,
+    read_requests,
+)
 from router.batches.results import ResultFile, result_line
 
 __all__ = ["BatchRun"]
@@ -16,6 +23,11 @@ _LOGGER = logging.getLogger("baton.batches")
 _MAX_CHUNK = 32
 _MAX_CHUNK_BYTES = 2**20
 _SUCCESS = range(200, 300)
+_LOST = (
+    *(ChangedInputError, FileNotFoundError, PermissionError),
+    *(IsADirectoryError, NotADirectoryError),
+)
+"""Errors of reading the input that another try does not change, as it may those of a disk."""
 _MESSAGES = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed before the batch was cancelled.",
@@ -45,6 +57,7 @@ class BatchRun:
         self._record: BatchRecord | None = None
         self._results: tuple[ResultFile, ResultFile] | None = None  # answers, errors
         self._unread: Iterator[BatchRequest] = iter(())
+        self._input_errors: tuple[Mapping[str, object], ...] = ()
         self._changed = False
 
     @property
@@ -74,7 +87,9 @@ class BatchRun:
         return True
 
     def next_requests(self) -> Sequence[BatchRequest]:
-        """The next requests without a result, some at a time; none at the end."""
+        """The next requests without a result, some at a time; none at the end, and once the input
+        is lost.
+        """
         chunk: list[BatchRequest] = []
         num_bytes = 0
         while len(chunk) < _MAX_CHUNK and num_bytes < _MAX_CHUNK_BYTES:
@@ -112,9 +127,12 @@ class BatchRun:
 
         Args:
             status: completed, expired or cancelled; requests without a result get an error then.
+                If the input is lost, the batch is `failed`, with the results that it has.
         """
         if status in _MESSAGES:
             self._end_requests(status)
+        if self._input_errors:
+            status = "failed"
         self._sync()
         self._save(status="finalizing", **self._counts())
         output, errors = self._files
@@ -126,7 +144,7 @@ class BatchRun:
             asked = self._folder.batch_by_key(self._queued.tenant_key, self._queued.id)
             times = {} if asked is None else asked.times
             self._record = replace(self.record, times={**times, **self.record.times})
-        self._save(status=status, **ends)
+        self._save(status=status, errors=self._input_errors, **ends)
         self._folder.leave_queue(self._queued)
         record = self.record
         _LOGGER.info(
@@ -140,12 +158,10 @@ class BatchRun:
 
     def _check_input(self, record: BatchRecord) -> bool:
         """Checks the input file; returns whether the batch may run."""
-        path = self._folder.content_path(self._queued.tenant_key, record.input_file_id)
         try:
-            check = check_input(path, record.endpoint, self._max_line_bytes)
-        except FileNotFoundError:
-            problem = {"code": "file_not_found", "message": "input_file_id names no file any more"}
-            self._fail(0, ({**problem, "param": "input_file_id", "line": None},))
+            check = check_input(self._input_path, record.endpoint, self._max_line_bytes)
+        except OSError as error:
+            self._fail(0, self._errors_of_lost_input(error))
             return False
         if check.errors:
             self._fail(check.total, check.errors)
@@ -158,6 +174,31 @@ class BatchRun:
         self._folder.leave_queue(self._queued)
         _LOGGER.info("batch %s: failed, its input has errors", self._queued.id)
 
+    def _errors_of_lost_input(
+        self, error: OSError | ChangedInputError
+    ) -> tuple[Mapping[str, object], ...]:
+        """Entries of the record for an input file that is lost.
+
+        Raises:
+            OSError: it may not be: another try may succeed, and there is time for one.
+        """
+        if not isinstance(error, _LOST) and self.reason_to_stop() is None:
+            raise error
+        is_gone = isinstance(error, FileNotFoundError)
+        reason = getattr(error, "strerror", None) or error
+        return (
+            {
+                "code": "file_not_found" if is_gone else "file_not_readable",
+                "message": f"the input file {self.record.input_file_id} cannot be read: {reason}",
+                "param": "input_file_id",
+                "line": None,
+            },
+        )
+
+    @property
+    def _input_path(self) -> Path:
+        return self._folder.content_path(self._queued.tenant_key, self.record.input_file_id)
+
     def _open_results(self, file_id: str) -> ResultFile:
         path = self._folder.content_path(self._queued.tenant_key, file_id)
         results = ResultFile(path)
@@ -165,10 +206,17 @@ class BatchRun:
         return results
 
     def _without_result(self) -> Iterator[BatchRequest]:
-        path = self._folder.content_path(self._queued.tenant_key, self.record.input_file_id)
         output, errors = self._files
         done = output.digests | errors.digests
-        return read_requests(path, self.record.endpoint, done)
+        num_left = self.record.total - len(done)
+        try:
+            for request in read_requests(self._input_path, self.record.endpoint, done):
+                num_left -= 1
+                yield request
+            if num_left > 0:
+                raise ChangedInputError(f"{num_left} of its requests are gone")
+        except (OSError, ChangedInputError) as error:
+            self._input_errors = self._errors_of_lost_input(error)
 
     def _add(self, results: ResultFile, custom_id: str, line: bytes) -> None:
         digest = id_digest(custom_id)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from baton.common.errors import InvalidArgumentError, UnavailableError
+from baton.common.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from router.batches.folder import MAX_TTL_S, BatchFolder, key_of, new_id
 from router.batches.records import BATCH_INPUT, BatchRecord, FileRecord
 from router.batches.requests import ENDPOINTS
@@ -118,9 +118,16 @@ class BatchService:
         return await self._wait(self._folder.file, tenant, file_id)
 
     async def content_path(self, tenant: str, file_id: str) -> tuple[FileRecord, Path]:
-        """A file and where its content is; errors are those of `file`."""
+        """A file and where its content is.
+
+        Raises:
+            NotFoundError: the client has no such file, or its content is lost.
+        """
         record = await self.file(tenant, file_id)
-        return record, self._folder.content_path(key_of(tenant), file_id)
+        path = self._folder.content_path(key_of(tenant), file_id)
+        if not await self._wait(path.is_file):
+            raise NotFoundError(f"the content of {file_id} is lost", field="file_id")
+        return record, path
 
     async def files(self, tenant: str) -> Sequence[FileRecord]:
         """The files of a client, the newest first."""
@@ -131,7 +138,7 @@ class BatchService:
 
         Raises:
             NotFoundError: the client has no such file.
-            FailedPreconditionError: a batch that has not finished reads it.
+            FailedPreconditionError: a batch that has not finished reads or writes it.
         """
         await self._wait(self._folder.delete_file, tenant, file_id)
 

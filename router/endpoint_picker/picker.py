@@ -104,32 +104,33 @@ class EndpointPicker:
         read: tuple[Model, RoutedRequest] | None,
         deadline: float,
     ) -> PickedReplica:
-        def may_take(address: str) -> bool:
+        def answers(address: str) -> bool | None:
             endpoint = self._servers.endpoint(address)
-            if endpoint is None or subset is None:
-                return endpoint is not None
-            return endpoint in subset or _host(endpoint) in subset
+            if endpoint is None or not _is_in(subset, endpoint):
+                return None
+            return self._servers.answers(endpoint)
 
         models: Iterable[Model] = self._models
-        answers = self._servers.answers
         if read is not None:
             model, request = read
             models = (model,)
             try:
-                return model.picking.pick(request, may_take, answers)
+                return model.picking.pick(request, answers)
             except FailedPreconditionError:
                 _LOGGER.debug("picks by load, as no replica can hold the request")
         *others, last = models
         for model in others:
             try:
-                return model.picking.pick_least_loaded(deadline, may_take, answers)
+                return model.picking.pick_least_loaded(deadline, answers)
             except UnavailableError:
                 continue
-        return last.picking.pick_least_loaded(deadline, may_take, answers)
+        return last.picking.pick_least_loaded(deadline, answers)
 
 
-def _host(endpoint: str) -> str:
-    return endpoint.rpartition(":")[0].strip("[]")
+def _is_in(subset: frozenset[str] | None, endpoint: str) -> bool:
+    """Whether a server is one of those that a proxy allows, by `ip:port` or by address."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    return subset is None or endpoint in subset or host in subset
 
 
 def _problem(error: UnavailableError | ResourceExhaustedError) -> Problem:

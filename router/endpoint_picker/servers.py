@@ -66,13 +66,13 @@ class Servers:
             return None
         return join_host_port(host, self._port)
 
-    def answers(self, address: str) -> bool:
-        """Whether the server beside a replica was ready when it was asked last, or is new.
+    def answers(self, endpoint: str) -> bool:
+        """Whether a server was ready when it was asked last, or is new.
 
         Args:
-            address: the replica's `host:port`.
+            endpoint: its `ip:port`.
         """
-        return self.endpoint(address) not in self._lost
+        return endpoint not in self._lost
 
     async def run(self) -> None:
         """Asks the servers until it is cancelled."""

@@ -116,6 +116,11 @@ class Replica:
         return tier_name(self.tier)
 
     @property
+    def has_reported(self) -> bool:
+        """Whether it has reported its load since it was connected."""
+        return self._silence.has_reported
+
+    @property
     def is_leaving(self) -> bool:
         """Whether it refuses new requests on purpose: it drains, or has left the tier. The replica
         of the other tier may have heard so first, if its worker has both roles.

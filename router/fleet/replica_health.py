@@ -115,26 +115,29 @@ class Silence:
 
     Args:
         now: seconds, of a monotonic clock, at which the worker was connected.
+
+    Attributes:
+        has_reported: whether a report has come.
     """
 
     def __init__(self, now: float) -> None:
         self._last = now
         self._lateness_s = 0.0
-        self._has_reported = False
+        self.has_reported = False
 
     @property
     def limit_s(self) -> float:
         """The longest silence that is allowed now. A worker's first report may take longer."""
-        if not self._has_reported:
+        if not self.has_reported:
             return _MAX_SILENCE_S
         return min(_MIN_SILENCE_S + _LATENESS_FACTOR * self._lateness_s, _MAX_SILENCE_S)
 
     def report(self, now: float) -> None:
         """Notes a report."""
-        if self._has_reported:
+        if self.has_reported:
             late_s = max(now - self._last - _REPORT_INTERVAL_S, 0.0)
             self._lateness_s = max(late_s, self._lateness_s * _DECAY)
-        self._has_reported = True
+        self.has_reported = True
         self._last = now
 
     def excuse(self, seconds: float, now: float) -> None:

@@ -275,6 +275,10 @@ class Tier(Generic[ReplicaT]):
         try:
             with follower.connection():
                 await replica.run(self._on_change)
+        except BatonError as error:
+            # Not only once the channel is closed, which takes a moment.
+            self._problems[follower.address] = error.message
+            raise
         finally:
             del self._connected[follower.address]
 

@@ -13,6 +13,8 @@ from rpc.logs import CallInfo, serving
 __all__ = ["LocalCalls"]
 
 _BUSY = (429, 503)
+_ID_IN_USE = 409
+"""Of clients' bodies, or of a call of this batch that a lost process has not ended yet."""
 
 
 class LocalCalls:
@@ -89,7 +91,7 @@ class _Exchange:
         return Answer(
             self._status,
             b"".join(self._parts) or b"null",
-            is_busy=self._status in _BUSY and retries,
+            is_busy=self._status == _ID_IN_USE or (self._status in _BUSY and retries),
             retry_after_s=None if after is None else float(after),
         )
 

@@ -18,8 +18,10 @@ from router.stages.placement import Placement, refusal
 
 __all__ = ["AddressCheck", "PickedReplica", "Picking"]
 
-AddressCheck = Callable[[str], bool]
-"""Says something of a replica, given its `host:port`."""
+AddressCheck = Callable[[str], bool | None]
+"""Whether the router beside a replica answers, given the replica's `host:port`. Those that do not
+come last; with None, a replica may not be chosen.
+"""
 
 
 class PickedReplica(NamedTuple):
@@ -67,24 +69,21 @@ class Picking:
         self._fleet.require_model()  # else it would wait for one
         return await self._route(request, deadline)
 
-    def pick(
-        self, request: RoutedRequest, may_take: AddressCheck, answers: AddressCheck
-    ) -> PickedReplica:
+    def pick(self, request: RoutedRequest, answers: AddressCheck) -> PickedReplica:
         """Chooses a replica by the router's policy.
 
         One that would start the request soon comes before one that would only queue it.
 
         Args:
             request: the request.
-            may_take: whether a replica may be chosen.
-            answers: whether the router beside a replica answers; the others come last.
+            answers: which replicas may be chosen.
 
         Raises:
             UnavailableError: none is ready.
             FailedPreconditionError: none can ever hold the request.
             ResourceExhaustedError: all are full.
         """
-        ready = self._ready(may_take, answers)
+        ready = self._ready(answers)
         ids = {replica.replica_id for replica in ready}
         others = [r for r in self._fleet.decode.candidates if r.replica_id not in ids]
         refused = frozenset(replica.replica_id for replica in others)
@@ -97,29 +96,27 @@ class Picking:
         placement.expect(request, replica)
         return _held(replica, num_blocks, request.spec.deadline)
 
-    def pick_least_loaded(
-        self, deadline: float, may_take: AddressCheck, answers: AddressCheck
-    ) -> PickedReplica:
+    def pick_least_loaded(self, deadline: float, answers: AddressCheck) -> PickedReplica:
         """Chooses the replica with the fewest requests for its seats, for a request of which no
         more is known.
 
         Args:
             deadline: `time.monotonic()` at which the request has ended in any case.
-            may_take: whether a replica may be chosen.
-            answers: whether the router beside a replica answers; the others come last.
+            answers: which replicas may be chosen.
 
         Raises:
             UnavailableError: none is ready.
         """
-        return _held(min(without_ejected(self._ready(may_take, answers)), key=_load), 0, deadline)
+        return _held(min(without_ejected(self._ready(answers)), key=_load), 0, deadline)
 
-    def _ready(self, may_take: AddressCheck, answers: AddressCheck) -> list[DecodeReplica]:
-        ready = [r for r in self._fleet.decode.candidates if may_take(r.address)]
+    def _ready(self, answers: AddressCheck) -> list[DecodeReplica]:
+        checked = [(r, answers(r.address)) for r in self._fleet.decode.candidates]
+        ready = [r for r, does_answer in checked if does_answer is not None]
         if not ready:
             raise none_ready(" at the addresses that may be chosen")
         # A worker stays connected when the router beside it has failed; and none is beside a worker
         # of the other tier that decodes for now.
-        return [r for r in ready if answers(r.address)] or ready
+        return [r for r, does_answer in checked if does_answer] or ready
 
 
 def _held(replica: DecodeReplica, num_blocks: int, deadline: float | None) -> PickedReplica:

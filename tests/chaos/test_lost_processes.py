@@ -14,6 +14,8 @@ from tests.support.cluster import Cluster, running_cluster
 from tests.support.jobs import ConstrainedJob, Job, retry_until_served
 from tests.support.redis_server import RedisServer
 
+LONG_TIMEOUT_S = 200.0
+
 
 async def run_while(client: AsyncClient, jobs: Sequence[Job], disturb: Coroutine) -> None:
     """Runs all jobs; runs `disturb` once each job has received tokens from decode."""
@@ -40,7 +42,11 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
             kv_connector=f"file://{tmp_path}/kv",
             # Small chunks and batches: a prompt takes many steps and others wait in the queue.
             worker_flags=["--max-num-batched-tokens=4", "--max-num-seqs=2"],
-            router_flags=["--max-local-prefill-tokens=0", "--resume-timeout-s=2"],
+            router_flags=[
+                "--max-local-prefill-tokens=0",
+                "--resume-timeout-s=2",
+                "--queue-timeout-s=2",
+            ],
         ) as cluster,
         AsyncClient(cluster.router.address) as client,
     ):
@@ -77,9 +83,11 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
 
 async def check_loss_of_the_only_decode(cluster: Cluster, client: AsyncClient, job: Job) -> None:
     """Checks for a typed error without a decode replica, and for service once it is back."""
-    # Long and many enough that some are still to run when the replica is killed.
-    long_jobs = [Job(number % 4, num_tokens=400) for number in range(10)]
-    tasks = [asyncio.create_task(job.run(client)) for job in long_jobs]
+    # Long and many enough that some are still to run when the replica is killed: two of them take a
+    # quarter of a second on a fast machine.
+    long_jobs = [Job(0, num_tokens=400) for _ in range(40)]
+    # On a busy machine a short deadline would have the router refuse the last ones of them.
+    tasks = [asyncio.create_task(job.run(client, LONG_TIMEOUT_S)) for job in long_jobs]
     # Two run at a time, in any order.
     waits = [asyncio.create_task(job.has_tokens.wait()) for job in long_jobs]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -27,7 +27,8 @@ async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         folder,
         model=tiny_checkpoint("llama"),
         kv_connector=f"file://{folder}/kv",
-        worker_flags=["--metrics-port=0"],
+        # A slow load is not given up for computing: the tests count loads.
+        worker_flags=["--metrics-port=0", "--kv-load-failure-policy=fail"],
         router_flags=[
             "--max-local-prefill-tokens=0",
             f"--chat-template={CHAT_TEMPLATE}",

@@ -83,8 +83,9 @@ async def running_serve(*arguments: str, output: int = asyncio.subprocess.PIPE):
         if process.returncode is None:
             process.kill()
         await process.wait()
-        for folder in run_folders(process.pid):  # a killed process leaves them behind
-            shutil.rmtree(folder)
+        # A killed process leaves them behind, until another cluster of this machine starts.
+        for folder in run_folders(process.pid):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_folders(pid: int) -> list[Path]:
@@ -132,7 +133,8 @@ async def generate_when_back(router: str) -> list[int]:
     with Client(router) as client:
         while True:
             try:
-                result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=30)
+                # Later than the router gives up, which may be before the worker is back.
+                result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=60)
                 return list(result.token_ids)
             except UnavailableError:
                 assert time.monotonic() < deadline

@@ -149,7 +149,7 @@ async def running_release(folder, values):
 
 
 def may_refuse(router, at=None):
-    """Whether a router need not take a connection of this time (now, by default) any more."""
+    """Whether a router need not take a request of this time (now, by default) any more."""
     at = time.monotonic() if at is None else at
     return router.stopped_at is not None and at > router.stopped_at + DELAY_S
 
@@ -167,7 +167,8 @@ async def send_until(ended, routers, client, answers):
 
 async def send(router, prompt):
     """Returns the number of tokens of a whole stream, or what is wrong with it; None if this
-    process was so slow to connect that the router may have closed. The connection is a new one.
+    process was so slow to send the request that the router may have closed. The connection is a
+    new one; a router that stops closes those on which no request has come.
     """
     body = {
         "model": "demo",
@@ -177,12 +178,12 @@ async def send(router, prompt):
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connected_at = None
+    sent_at = None
 
     async def note(event, _):
-        nonlocal connected_at
-        if event == "connection.connect_tcp.complete":
-            connected_at = time.monotonic()
+        nonlocal sent_at
+        if event == "http11.send_request_body.complete":
+            sent_at = time.monotonic()
 
     router.num_sent += 1
     try:
@@ -190,7 +191,7 @@ async def send(router, prompt):
             url = f"{router.url}/v1/completions"
             answer = await http.post(url, json=body, extensions={"trace": note})
     except httpx2.TransportError as error:
-        return None if may_refuse(router, connected_at) else f"{type(error).__name__}: {error}"
+        return None if may_refuse(router, sent_at) else f"{type(error).__name__}: {error}"
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     usage = None
     if answer.status_code == 200 and events[-1] == "[DONE]":

@@ -34,9 +34,9 @@ from tests.support.pages import blocks, commands
 REQUESTS_PER_S = 4.0
 NUM_TOKENS = 48
 RANK_FAULT_S = 6.0
-FAULT_S = 10.0
-# No stream waits for the end of a fault. The aim is 4 s, to which other tests on the same cores may
-# add; see docs/status.md.
+FAULT_S = 20.0
+# No stream waits for the end of a fault. A router waits up to 10 s for a worker whose reports have
+# been late, as on cores that other tests use too; the aim is 4 s, see docs/status.md.
 MAX_GAP_S = FAULT_S
 MAX_IMAGE_BYTES = 1_000_000_000
 # Room for the base image: a stand-in made of Debian's packages is larger than the published one.
@@ -212,15 +212,18 @@ async def lose_rank(project: ComposeProject, event: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_a_stream_outlives_a_rank_in_another_container(ranks: ComposeProject) -> None:
+    """After each loss comes another stream: it ends when both ranks serve, even if the first stream
+    ended before it lost one.
+    """
     prompt, params = prompt_of(90), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     expected = reference_greedy(demo_model_path(), prompt, 400)
     await ranks.scale(prefill=1, decode=1)
     async with AsyncClient(ranks.router_address()) as client:
         try:
-            for event in ("kill", "pause", "cut"):
+            for event, loses_rank in itertools.product(("kill", "pause", "cut"), (True, False)):
                 tokens: list[int] = []
-                async for output in client.stream(prompt, params, timeout_s=120):
-                    if not tokens:
+                async for output in client.stream(prompt, params, timeout_s=300):
+                    if loses_rank and not tokens:
                         await lose_rank(ranks, event)
                     tokens += output.token_ids
                 assert tokens == expected, event

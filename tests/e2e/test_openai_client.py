@@ -296,7 +296,8 @@ async def test_the_clients_helpers(http_cluster: HttpCluster) -> None:
 async def test_a_client_that_leaves_frees_everything(
     http_cluster: HttpCluster, streams: bool
 ) -> None:
-    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2}
+    # Long and many, so that no machine is done before the client leaves.
+    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 16}
     fields["extra_body"] = {"ignore_eos": True}
     if streams:
         stream = await http_cluster.openai.completions.create(**fields, stream=True)
@@ -304,7 +305,7 @@ async def test_a_client_that_leaves_frees_everything(
         await stream.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            await http_cluster.openai.with_options(timeout=0.1).completions.create(**fields)
+            await http_cluster.openai.with_options(timeout=0.2).completions.create(**fields)
     await http_cluster.cluster.wait_pools_full()
 
 

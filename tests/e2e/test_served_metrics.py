@@ -1,5 +1,7 @@
 """The Prometheus metrics of a cluster's workers after a prompt was handed over."""
 
+import asyncio
+
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,17 +65,11 @@ async def test_operators_see_the_state_of_the_cluster(shared_cluster: Cluster) -
     async with AsyncClient(shared_cluster.router.address) as client:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         async with open_channel(shared_cluster.router.address) as channel:
-            for seed in range(2, 7):
-                before = await _cluster(channel)
-                prompt = prompt_of(PROMPT_TOKENS, seed=seed)
-                async for _ in client.stream(prompt, params, timeout_s=60):
-                    pass
-                await shared_cluster.wait_pools_full()
-                after = await _cluster(channel)
-                decodes = [answer.replicas[1].counters for answer in (before, after)]
-                # A busy machine may load so slowly that decode computes the prompt.
-                if decodes[1].loaded_bytes - decodes[0].loaded_bytes:
-                    break
+            before = await _cluster(channel)
+            async for _ in client.stream(prompt_of(PROMPT_TOKENS, seed=2), params, timeout_s=60):
+                pass
+            await shared_cluster.wait_pools_full()
+            after = await _cluster(channel)
     assert after.activity.finished["length"] == before.activity.finished["length"] + 1
     (prefill_before, decode_before), (prefill, decode) = before.replicas, after.replicas
     assert prefill.address == shared_cluster.prefill[0].address
@@ -97,6 +93,13 @@ async def test_operators_see_the_state_of_the_cluster(shared_cluster: Cluster) -
 
 
 async def _cluster(channel: grpc.aio.Channel) -> cluster_pb2.GetClusterResponse:
+    """Returns the state with the counters of both workers. Those of a worker that does not answer
+    within a second, as on a busy machine, are left out.
+    """
     stub = cluster_pb2_grpc.ClusterServiceStub(channel)
     request = cluster_pb2.GetClusterRequest()
-    return await stub.GetCluster(request, timeout=20, metadata=WORKER_CALL)
+    async with asyncio.timeout(60):
+        while True:
+            state = await stub.GetCluster(request, timeout=20, metadata=WORKER_CALL)
+            if all(replica.HasField("counters") for replica in state.replicas):
+                return state

@@ -1,7 +1,6 @@
 """Fixtures that tests of several files share."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,6 +12,7 @@ from engine.kv_transfer.costs import LoadCosts
 from engine.runtime.ranks import started_ranks
 from tests.support import cluster, rank_hosts
 from tests.support.fork_server import ForkServer
+from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_server import RedisServer
 from tests.support.shared_compiling import SharedCompileProcesses
 
@@ -63,15 +63,15 @@ def connector_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[st
     """The URL of a connector with this scheme, which the test names indirectly."""
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
-        yield server.url
+        yield f"{server.url}?timeout_s=20"
         return
-    urls = {
-        "memory": f"memory://{tmp_path.name}",
-        "shm": f"shm://test-{tmp_path.name}?max_bytes=64MiB",
-        "file": f"file://{tmp_path}/kv",
-        "grpc": "grpc://?timeout_s=20",
-        "nixl": "nixl://?timeout_s=20",
-    }
-    yield urls[request.param]
-    if request.param == "shm":
-        shutil.rmtree(f"/dev/shm/baton-test-{tmp_path.name}", ignore_errors=True)
+    # Other processes of pytest have folders of the same names.
+    with fresh_shm_name() as shm_name:
+        urls = {
+            "memory": f"memory://{tmp_path.name}?timeout_s=20",
+            "shm": f"shm://{shm_name}?max_bytes=64MiB&timeout_s=20",
+            "file": f"file://{tmp_path}/kv?timeout_s=20",
+            "grpc": "grpc://?timeout_s=20",
+            "nixl": "nixl://?timeout_s=20",
+        }
+        yield urls[request.param]

@@ -1,6 +1,7 @@
 """GetCluster and `baton top` over a router with fake workers."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -9,7 +10,8 @@ from baton.cli import main
 from baton.common.security.config import CredentialsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from router.config.security import RouterSecurityConfig
-from router.fleet import replica_health
+from router.fleet import replica_health, tier
+from tests.support.conditions import until
 from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
 from tests.support.running_router import request, running_router, script_of
 
@@ -17,6 +19,7 @@ SCRIPT = script_of("The quick brown fox.")
 LOAD = {"num_running": 3, "num_waiting": 2, "num_free_blocks": 1000, "num_blocks": 4096}
 NOBODY = "127.0.0.1:1"
 COUNTERS = {"prompt_tokens": 40, "generated_tokens": 20, "saved_bytes": 4000}
+LOST = cluster_pb2.REPLICA_STATE_LOST
 
 
 def stub_of(router):
@@ -48,7 +51,7 @@ async def test_the_state_of_replicas():
             load=worker_pb2.WorkerLoad(**LOAD),
             counters=worker_pb2.WorkerCounters(**COUNTERS),
         )
-        assert (lost.address, lost.state) == (gone.address, cluster_pb2.REPLICA_STATE_LOST)
+        assert (lost.address, lost.state) == (gone.address, LOST)
         assert lost.problem
         assert not lost.HasField("load")
 
@@ -61,6 +64,41 @@ async def test_a_draining_replica():
         (replica,) = (await cluster_of(router)).replicas
         assert replica.state == cluster_pb2.REPLICA_STATE_DRAINING
         assert replica.load.draining
+
+
+async def test_a_replica_that_has_just_been_connected_is_not_back_before_it_reports():
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        await decode.stop()
+        await router.until(lambda: decode.address in router.fleet.decode.problems)
+        decode.is_frozen = True  # it describes itself, and reports nothing
+        await decode.start(decode.port)
+        await until(lambda: router.fleet.decode.connected)
+        (replica,) = (await cluster_of(router)).replicas
+        assert (replica.state, replica.address) == (LOST, decode.address)
+        assert "has not reported" in replica.problem
+
+
+async def test_a_lost_replica_is_shown_while_its_channel_is_closed(monkeypatch):
+    open_channel, may_close = tier.open_cluster_channel, asyncio.Event()
+
+    @asynccontextmanager
+    async def open_slowly_closed_channel(*arguments):
+        async with open_channel(*arguments) as channel:
+            try:
+                yield channel
+            finally:
+                await may_close.wait()
+
+    monkeypatch.setattr(tier, "open_cluster_channel", open_slowly_closed_channel)
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode), running_router(decode) as router:
+        await decode.stop()
+        await router.until(lambda: not router.fleet.decode.connected)
+        shown = (await cluster_of(router)).replicas
+        may_close.set()
+        assert [(each.state, each.address) for each in shown] == [(LOST, decode.address)]
+        assert shown[0].problem
 
 
 async def test_an_ejected_replica(monkeypatch):

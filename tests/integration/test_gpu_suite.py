@@ -1,6 +1,7 @@
 """The test parts of `make gpu-first`, on tests that pass, fail, crash and hang, on the CPU."""
 
 import json
+import subprocess
 import time
 
 import pytest
@@ -144,11 +145,33 @@ def test_an_interrupted_run_writes_the_results_so_far(tmp_path, monkeypatch):
     assert not report["all_passed"]
 
 
+@pytest.fixture
+def stuck(tmp_path, monkeypatch):
+    """The text of a test that hangs; the time of processes runs out once it does, however long they
+    take to start.
+    """
+    begun = tmp_path / "begun"
+
+    class Process(subprocess.Popen):
+        def wait(self, timeout=None):
+            while timeout is not None and not begun.exists() and self.poll() is None:
+                time.sleep(0.05)
+            return super().wait(timeout and 0.1)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    return f"""
+import pathlib, threading
+
+def test_stuck():
+    pathlib.Path({str(begun)!r}).touch()
+    threading.Event().wait()
+"""
+
+
 @pytest.mark.slow
-def test_a_test_that_hangs_is_ended_and_named(tmp_path):
-    hangs = "import threading\ndef test_stuck():\n    threading.Event().wait()\n"
-    (file,) = write(tmp_path, hangs=hangs).glob("*.py")
-    ends_at = time.monotonic() + 12
+def test_a_test_that_hangs_is_ended_and_named(tmp_path, stuck):
+    (file,) = write(tmp_path, hangs=stuck).glob("*.py")
+    ends_at = time.monotonic() + 100
     run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=ends_at)
     assert run.problem == "ended: time ran out"
     (test,) = run.tests

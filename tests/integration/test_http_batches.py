@@ -72,6 +72,10 @@ async def test_a_batch_through_openais_client(tmp_path):
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.files.retrieve(file.id)
         assert (refusal.value.param, refusal.value.code) == ("file_id", None)
+        (lost,) = tmp_path.rglob(f"{batch.output_file_id}.jsonl")
+        lost.unlink()
+        with pytest.raises(openai.NotFoundError, match=f"content of {lost.stem} is lost"):
+            await client.files.content(lost.stem)
     assert sorted(ids_of(answers)) == ["a", "b"]
     for answer in answers:
         assert answer["error"] is None
@@ -110,7 +114,7 @@ async def test_a_request_may_take_longer_than_those_of_clients(tmp_path):
         decode.resume()
         batch = await ended(api.openai, batch)
     assert (batch.status, batch.request_counts.completed) == ("completed", 1)
-    assert len(decode.starts) == 2
+    assert [start.spec.priority for start in decode.starts].count(BATCH_PRIORITY) == 1
 
 
 async def test_beside_clients_who_wait_few_requests_run(tmp_path):

@@ -139,7 +139,7 @@ async def test_grpc_connections_beyond_the_limit_are_closed():
 async def test_grpc_connections_that_say_nothing_or_do_nothing_end(monkeypatch):
     options = dict(channels.SERVER_OPTIONS)
     assert 0 < options["grpc.max_connection_idle_ms"] <= 600_000
-    options |= {"grpc.max_connection_idle_ms": 100, "grpc.server_handshake_timeout_ms": 100}
+    options |= {"grpc.max_connection_idle_ms": 500, "grpc.server_handshake_timeout_ms": 500}
     monkeypatch.setattr("rpc.server.SERVER_OPTIONS", tuple(options.items()))
     server = RpcServer(ServerConfig(), ())
     await server.listen()

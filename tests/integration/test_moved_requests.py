@@ -11,6 +11,7 @@ import pytest
 from baton.common.errors import AbortedError
 from engine.loop.core import EngineCore
 from engine.request import CandidateProgress, EngineOutput, EngineRequest, FinishReason
+from kvstore import store_connector
 from tests.support.checkpoints import FAMILIES, reference_greedy, tiny_checkpoint
 from tests.support.engine_work import has_work
 from tests.support.later_families import HYBRID_FAMILIES, LATER_FAMILIES
@@ -29,6 +30,12 @@ LATER_CASES = [
     (variant, CONNECTORS[index % 6], index % 4 > 1, (2, 11, 12)[index % 5 % 3])
     for index, variant in enumerate(sorted({*LATER_FAMILIES} - {*HYBRID_FAMILIES}))
 ]
+
+
+@pytest.fixture(autouse=True)
+def late_lookups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks prompts up on a busy machine, too, where the thread for that may start late."""
+    monkeypatch.setattr(store_connector, "_MAX_LOOKUP_WAIT_S", 20.0)
 
 
 class Pair:

@@ -54,7 +54,7 @@ def test_a_member_that_hangs_delays_calls_only_until_its_breakers_open(open_engi
         began_at = time.monotonic()
         handoff = publisher.hand_over(keys, range(8))
         assert reader.load(handoff, range(8)).num_blocks == 8
-        assert reader.look_up(keys) == 8
+        assert reader.find(keys) == 8
         assert time.monotonic() - began_at < 20 * _TIMEOUT_S
 
         # The breakers of the hanging member are open, so no call waits for it.

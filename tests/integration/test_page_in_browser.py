@@ -61,9 +61,9 @@ async def browser(tmp_path_factory):
 async def test_an_answer_is_text_whatever_it_contains(browser):
     script = [*script_of(ANSWER), EOS_TOKEN_ID]
     names = ("scripted", IMAGE)
-    workers = FakePrefill(script), FakeDecode(script)
+    prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=20)
     config = chat_config(served_model_name=names)
-    async with running_http(*workers, **config) as server:
+    async with running_http(prefill, decode, **config) as server:
         tab = await browser.open(server.url)
         await tab.until("document.querySelectorAll('#setting-model option').length === 2")
         await tab.write(
@@ -71,6 +71,9 @@ async def test_an_answer_is_text_whatever_it_contains(browser):
         )
         await tab.write("#prompt", f"Hello {IMAGE}")
         await tab.press("Enter")
+        # An answer that comes in one piece has no tokens per second.
+        await tab.until("document.querySelector('.message.assistant .facts')?.innerText")
+        decode.resume()
         await answered(tab, 2)
         assert await tab.evaluate("window.hacked ?? null") is None
         assert await tab.evaluate("document.querySelectorAll('main :is(img, script)').length") == 0

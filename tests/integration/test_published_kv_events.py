@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 
 import grpc
+import msgspec
 import pytest
 import zmq
 
@@ -200,7 +202,7 @@ async def test_clients_that_take_no_answer_are_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(publisher, "_ANSWER_TIMEOUT_S", 0.1)
     async with running_tiers(tmp_path, "decode", prefill=()) as router:
         sockets = FakeSockets()
-        published = publisher.KvEventPublisher(sockets, router.workers[0].engine, "topic")
+        published = publisher.KvEventPublisher(sockets, router.workers[0].engine, "topic", 2)
         async with asyncio.timeout(30):
             for name in [b"left", *[b"mute"] * 3] * publisher._MAX_ANSWERS:
                 sockets.requests.put_nowait([name, b"", bytes(8)])
@@ -216,6 +218,8 @@ async def test_clients_that_take_no_answer_are_given_up(tmp_path, monkeypatch):
         numbers = [int.from_bytes(number, "big") for _, _, _, number, _ in answers]
         assert numbers == list(range(len(numbers))) != []
         assert {frames[0] for frames in sockets.published} == {b"topic"}
+        batches = [msgspec.msgpack.decode(payload) for *_, payload in sockets.published]
+        assert {rank for *_, rank in batches} == {2}
         await published.close()
 
 
@@ -294,6 +298,20 @@ async def test_a_subscriber_that_listens_is_connected_to():
                 await sockets.publish((b"kv@pod@m", bytes(8), b"payload"))
         assert subscriber.recv_multipart() == [b"kv@pod@m", bytes(8), b"payload"]
         sockets.close()
+
+
+@pytest.mark.parametrize(("kind", "flag"), [(zmq.XSUB, 0), (zmq.DEALER, 1)])
+async def test_a_large_frame_ends_its_connection(kind, flag):
+    """Of a subscriber, or of a reader that asks for messages; libzmq would keep it."""
+    ports = reserved_ports(2)
+    sockets = closing(KvEventSockets(config_of(ports)))
+    with sockets, zmq.Context() as context, context.socket(kind) as client:
+        client.linger = 0
+        with client.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
+            client.connect(f"tcp://127.0.0.1:{ports[flag]}")
+            client.send(b"\1" * 2049)  # 1 subscribes
+            assert await asyncio.to_thread(events.poll, 30_000)
+            client.disable_monitor()
 
 
 async def test_addresses_that_cannot_be_opened_are_refused_by_flag():

@@ -5,9 +5,12 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -250,14 +253,60 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
             assert follower.receive() == b"hello"
 
 
-def test_ranks_of_two_versions_do_not_meet() -> None:
+BOTH_VERSIONS = rf"rank 0 is Baton 0\.0\.9, this rank {re.escape(__version__)}"
+
+
+@pytest.fixture
+def old_place() -> Iterator[RankPlace]:
+    """A place in whose launcher's store rank 0 of an older version has been."""
     port = reserved_port()
     store = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
     store.set("baton/port", "1 attempt 0.0.9")
+    yield RankPlace(1, 2, "127.0.0.1", port, is_host=False)
+    del store
+
+
+def test_ranks_of_two_versions_do_not_meet(
+    old_place: RankPlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    class HastyRanks(HostRanks):
+        num_waits = 0
+
+        def _check_others(self) -> None:
+            self.num_waits += 1
+            assert re.search(BOTH_VERSIONS, caplog.text)  # from the first wait on
+            if self.num_waits == 3:
+                self._met._deadline = 0.0
+
     config = EngineConfig(model="m", tensor_parallel_size=2)
-    refusal = rf"rank 1 of 2 .*: rank 0 is Baton 0\.0\.9, this rank {re.escape(__version__)}"
-    with pytest.raises(ConfigurationError, match=refusal):
-        HostRanks(RankPlace(1, 2, "127.0.0.1", port), config, ClusterSecurity(token=TOKEN))
+    with pytest.raises(ConfigurationError, match=f"rank 1 of 2 .*: {BOTH_VERSIONS}"):
+        HastyRanks(old_place, config, ClusterSecurity(token=TOKEN))
+    assert len(re.findall(BOTH_VERSIONS, caplog.text)) == 1
+
+
+def test_a_rank_waits_for_those_that_follow_a_group_of_another_version(
+    old_place: RankPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_MEETING_S", 30.0)
+    waits = threading.Event()
+
+    class PatientRanks(HostRanks):
+        def _check_others(self) -> None:
+            waits.set()
+
+    def meet(place: RankPlace) -> HostRanks:
+        config = EngineConfig(model="m", tensor_parallel_size=2)
+        return PatientRanks(place, config, ClusterSecurity(token=TOKEN))
+
+    with ThreadPoolExecutor(1) as executor:
+        following = executor.submit(meet, old_place)
+        assert waits.wait(30)
+        with (
+            closing(meet(replace(old_place, rank=0))) as leader,
+            closing(following.result(30)) as follower,
+        ):
+            leader.send(b"hello")
+            assert follower.receive() == b"hello"
 
 
 def test_a_stage_may_take_long_to_read_batches(monkeypatch: pytest.MonkeyPatch) -> None:

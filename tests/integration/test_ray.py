@@ -80,10 +80,11 @@ class Served:
         process: the command's.
         lines: its first lines.
         client: of its router.
+        model: the path that it serves, which no other process does.
     """
 
-    def __init__(self, process: Any, lines: list[str], client: Client) -> None:
-        self._process, self._client = process, client
+    def __init__(self, process: Any, lines: list[str], client: Client, model: Path) -> None:
+        self._process, self._client, self._model = process, client, str(model)
         self._shown = dict(re.findall(r"^(\w+) +(\S+)$", "".join(lines), re.MULTILINE))
 
     def worker(self, name: str) -> psutil.Process:
@@ -94,11 +95,10 @@ class Served:
 
     def processes(self, module: str = "worker.") -> list[psutil.Process]:
         """Returns the processes of sets, and those of workers, which are no children of them."""
-        model = str(tiny_checkpoint("llama"))
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or []
-            if model in line and any(part.startswith(module) for part in line):
+            if self._model in line and any(part.startswith(module) for part in line):
                 found.append(process)
         return found
 
@@ -126,10 +126,14 @@ class Served:
 
 
 @contextmanager
-def serving(nodes: RayNodes, *flags: object) -> Iterator[Served]:
-    """Serves the tiny checkpoint until the context ends; nothing is left then."""
+def serving(nodes: RayNodes, folder: Path, *flags: object) -> Iterator[Served]:
+    """Serves the tiny checkpoint, by a link in a folder, until the context ends; nothing is left
+    then. Tests of other processes serve the same checkpoint meanwhile, on hosts of their own.
+    """
+    model = folder / "llama"
+    model.symlink_to(tiny_checkpoint("llama"))
     command = [
-        *(nodes.python, "-c", BATON, "serve", tiny_checkpoint("llama"), "--on", "ray"),
+        *(nodes.python, "-c", BATON, "serve", model, "--on", "ray"),
         *("--port", "none", "--grpc-port", 0, "--dtype", "float32", "--max-model-len", 128),
         *("--num-gpu-blocks-override", 32, "--queue-timeout-s", SOON_S),
         *("--resume-timeout-s", SOON_S, *flags),
@@ -138,7 +142,7 @@ def serving(nodes: RayNodes, *flags: object) -> Iterator[Served]:
         lines = read_until(process, "Ctrl-C")
         (address,) = re.findall(r"^grpc +(\S+)$", "".join(lines), re.MULTILINE)
         with Client(address) as client:
-            served = Served(process, lines, client)
+            served = Served(process, lines, client, model)
             yield served
             left = served.processes()
     # Without an init process orphans stay zombies, which hold no resources.
@@ -146,10 +150,12 @@ def serving(nodes: RayNodes, *flags: object) -> Iterator[Served]:
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_workers_whose_ranks_are_actors_too(nodes: RayNodes, redis_server: RedisServer) -> None:
+def test_workers_whose_ranks_are_actors_too(
+    nodes: RayNodes, redis_server: RedisServer, tmp_path: Path
+) -> None:
     """Each worker has a node, and its second rank another one."""
     flags = ("--tensor-parallel-size", 2, "--distributed-executor-backend", "ray")
-    with serving(nodes, *flags, "--kv-connector", redis_server.url) as served:
+    with serving(nodes, tmp_path, *flags, "--kv-connector", redis_server.url) as served:
         expected = reference_greedy(tiny_checkpoint("llama"), prompt_of(21), 20)
         assert served.generate() == expected
 
@@ -175,10 +181,10 @@ def a_tier_is_scaled_while_requests_run(served: Served) -> None:
             stream.result()
 
 
-def test_workers_on_nodes_come_back_also_elsewhere(nodes: RayNodes) -> None:
+def test_workers_on_nodes_come_back_also_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     """The last test here, as it kills one of the nodes."""
     expected = reference_greedy(tiny_checkpoint("llama"), prompt_of(21), 20)
-    with serving(nodes) as served:
+    with serving(nodes, tmp_path) as served:
         assert served.generate() == expected
         a_tier_is_scaled_while_requests_run(served)
         before = served.worker("decode")

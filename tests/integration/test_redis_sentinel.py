@@ -66,7 +66,9 @@ def test_the_store_leaves_a_demoted_master(deployment, store):
     (key,) = random_keys(1)
     assert works(store, [key], [filled(1, 100)])
     deployment.await_replicated()
-    ask(deployment.sentinels[0], "SENTINEL", "FAILOVER", "kv")
+    # Refused while the sentinel has not asked the replica yet what it is.
+    failover = "SENTINEL", "FAILOVER", "kv"
+    await_true(lambda: ask(deployment.sentinels[0], *failover) == b"OK", "a failover begins")
     await_true(lambda: ask(deployment.master, "ROLE")[0] == b"slave", "the old master is demoted")
     await_true(lambda: works(store, random_keys(1), [filled(1, 100)]), "the store has a new master")
     assert read(store, key, 100) == filled(1, 100).to_bytes()

@@ -248,12 +248,13 @@ async def test_processes_of_workers_announce_themselves(tmp_path: Path):
     flags = [*common, *engine, f"--register-with={name}", "--label=zone=a"]
     workers = [ServerProcess(f"worker.{tier}", tmp_path, tier, flags) for tier in TIERS]
     try:
-        await router.wait_serving()
+        await router.wait_serving()  # with decode alone
+        await until(
+            lambda: all(f"announced {each.address} to router" in each.log() for each in workers)
+        )
         async with AsyncClient(router.address) as client:
             await Job(1).run(client)
-        for worker in workers:
-            assert f"announced {worker.address} to router" in worker.log()
-            assert worker.stop() == 0
+        assert [worker.stop() for worker in workers] == [0, 0]
     finally:
         for process in (router, *workers):
             process.kill()

@@ -6,6 +6,7 @@ The libraries of this source tree are used; nothing that was compiled before is 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -20,7 +21,7 @@ import pytest
 import baton
 from baton.common.own_packages import PACKAGES
 from kernels.library.build import find_compiler
-from kernels.library.variants import variants_for
+from kernels.library.variants import BUILD_COMMAND, variants_for
 from scripts.build_release import build_release, share_objects
 from tests.support.serve_process import read_until, running
 
@@ -159,6 +160,7 @@ def test_packages_of_the_same_names_stay_themselves(installed):
     assert {*run(installed, "python", "-c", alone).split()} == {"another"}
     ours = f"import baton; print(*(__import__(name).__file__ for name in {PACKAGES}))"
     assert run(installed, "python", "-c", ours).count("/baton/_packages/") == len(PACKAGES)
+    assert "Compile the native kernels" in run(installed, *shlex.split(BUILD_COMMAND), "--help")
     late = run(installed, "python", "-c", "import kernels, baton; baton.LLM", check=False)
     assert "one process cannot have two packages of one name" in late
     # Without `baton`, its packages are found too, after those of others.

@@ -27,9 +27,8 @@ SCRIPT = [50 + i % 200 for i in range(100)]
 UNREACHABLE = ("127.0.0.1:1",)
 
 MAX_DELAY_S = 5.0
-"""Time for other work on the machine. A request that misses its deadline ends after 30 s,
-`--queue-timeout-s`.
-"""
+"""Time for other work on the machine. A request that misses its deadline ends much later."""
+QUEUE_TIMEOUT_S = 60.0
 PATIENT = {"X-Request-Timeout-S": "500"}
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,14 +81,18 @@ async def arrivals(count: int) -> AsyncIterator[int]:
 
 @pytest.mark.slow
 async def test_thousands_wait_for_a_full_replica_and_keep_their_deadlines():
+    """They arrive before the first deadline: behind a request that has waited for as long, others
+    are refused at once.
+    """
     num_late, num_served = 3900, 100
     decode = FakeDecode(SCRIPT, pause_after=0, max_num_requests=1)
-    async with running_workers(decode), running_router(decode) as router, free_loop():
+    config = {"queue_timeout_s": QUEUE_TIMEOUT_S}
+    async with running_workers(decode), running_router(decode, **config) as router, free_loop():
         model, waiting = router.model, router.fleet.waiting
         running = asyncio.create_task(first_token_of(model, num_served))
         await decode.changes.until(lambda: decode.running)
         late = [
-            asyncio.create_task(lateness_of(model, number, 12.0))
+            asyncio.create_task(lateness_of(model, number, 25.0))
             async for number in arrivals(num_late)
         ]
         served = [
@@ -109,9 +112,10 @@ async def test_thousands_wait_for_a_full_replica_and_keep_their_deadlines():
 @pytest.mark.slow
 async def test_the_router_answers_while_many_requests_wait_for_lost_replicas():
     number = 1500
-    async with running_http(decode=UNREACHABLE) as api, free_loop():
+    config = {"decode": UNREACHABLE, "queue_timeout_s": QUEUE_TIMEOUT_S}
+    async with running_http(**config) as api, free_loop():
         model = api.router.model
-        tasks = [asyncio.create_task(lateness_of(model, i, 4.0)) async for i in arrivals(number)]
+        tasks = [asyncio.create_task(lateness_of(model, i, 12.0)) async for i in arrivals(number)]
         slowest = 0.0
         while not all(task.done() for task in tasks):
             started = time.monotonic()

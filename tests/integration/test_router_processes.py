@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -175,9 +176,11 @@ def test_a_port_in_use_is_refused_in_one_line(router):
 
 
 def test_limits_of_a_client_hold_for_all_processes(router):
+    began_at = time.monotonic()
     answers = [complete(router, key=OTHER_KEY) for _ in range(MAX_PER_MINUTE + 4)]
+    num_flown_in = int((time.monotonic() - began_at) * MAX_PER_MINUTE / 60)
     codes = Counter(answer.status_code for answer in answers)
-    assert codes[429] >= 3  # one flows in every four seconds
+    assert codes[429] >= 4 - num_flown_in  # of a slow machine
     assert codes[200] >= MAX_PER_MINUTE
     assert set(codes) == {200, 429}
 

@@ -10,7 +10,7 @@ from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 4
 LENGTHS = (7, 33)

@@ -4,18 +4,19 @@ and that is killed while the router waits to write to it.
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import pytest
 
 from router.config.http import HttpConfig
+from tests.support.conditions import until
 from tests.support.fake_workers import FakeDecode, running_workers
 from tests.support.grpc_clients.program import running_client
 from tests.support.running_router import request, running_router
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-SEND_TIMEOUT_S = 1
+SEND_TIMEOUT_S = 3
+"""A client is killed within it, once the router waits."""
 PINGS = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_permit_without_calls": 1}
 SCRIPT = [50 + i % 200 for i in range(1000)]
 LONG_ID = "n" * 100
@@ -73,11 +74,3 @@ async def test_places_of_loops_that_were_left_and_of_a_client_that_is_killed(cap
         await until(lambda: is_free() and codes())
         assert codes() == ["CANCELLED"]
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen in 20 s")

@@ -1,5 +1,8 @@
-"""A batch is run again and again, and killed at any byte: each request has one result."""
+"""A batch is run again and again, killed at any byte, and at its end on a disk that is full for a
+time: each request has one result.
+"""
 
+import itertools
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,8 +29,13 @@ KILLS = st.lists(
 
 @settings(max_examples=25)
 @mock.patch("os.fsync", mock.Mock())  # no power failure, but those of the test
-@given(num_requests=st.integers(1, 12), kills=KILLS, end=st.sampled_from(["expired", "completed"]))
-def test_each_request_has_one_result(num_requests, kills, end):
+@given(
+    num_requests=st.integers(1, 12),
+    kills=KILLS,
+    end=st.sampled_from(["expired", "completed"]),
+    failures=st.sets(st.integers(0, 20), max_size=4),
+)
+def test_each_request_has_one_result(num_requests, kills, end, failures):
     custom_ids = [f"request-{i}" for i in range(num_requests)]
     with tempfile.TemporaryDirectory() as path:
         folder = BatchFolder(Path(path), Clock())
@@ -39,11 +47,9 @@ def test_each_request_has_one_result(num_requests, kills, end):
                 run.checkpoint()
             run.close()
             lose_ends(folder, batch, num_lost)
-        run = begun(folder)
-        if end == "completed":
-            answer_next(run, [200] * num_requests)
-        run.finish(end)
-        run.close()
+        with mock.patch("os.fsync", side_effect=full_disk(failures)):
+            while folder.queue():
+                run_to_its_end(folder, end, num_requests)
         answers, errors = results_of(folder, batch)
         assert Counter(ids_of(answers) + ids_of(errors)) == Counter(custom_ids)
         record = folder.batch("", batch.id)
@@ -60,6 +66,30 @@ def begun(folder) -> BatchRun:
     run = BatchRun(folder, queued, 4096)
     assert run.begin()
     return run
+
+
+def full_disk(failures):
+    """Fails at the calls with these numbers: a file has, or has not, its new content then."""
+    numbers = itertools.count()
+
+    def fsync(descriptor) -> None:
+        if next(numbers) in failures:
+            raise OSError(28, "No space left on device")
+
+    return fsync
+
+
+def run_to_its_end(folder, end, num_requests) -> None:
+    run = BatchRun(folder, folder.queue()[0], 4096)
+    try:
+        if run.begin():
+            if end == "completed":
+                answer_next(run, [200] * num_requests)
+            run.finish(end)
+    except OSError:
+        pass  # the disk is full
+    finally:
+        run.close()
 
 
 def answer_next(run, statuses) -> None:

@@ -761,6 +761,7 @@ def test_random_walks(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_hundred_thousand_operations() -> None:
     for seed in range(1000, 1500):
         walk(seed, 200)

@@ -171,6 +171,7 @@ def test_malformed_schemas_are_refused_with_a_typed_error():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_mixed_schemas():
     # On CI the same each time, as those of hypothesis.
     seed = 10**9 if os.environ.get("CI") else random.randrange(10**9, 10**10)

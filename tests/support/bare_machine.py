@@ -11,6 +11,8 @@ from tests.support.containers import BASE_IMAGE, ROOT, run_program
 
 _MAKE = Path("/usr/bin/make")
 _POLL_S = 0.3
+_TIMEOUT_S = 300.0
+"""A cluster without compiled kernels takes half a minute to start, minutes on a busy machine."""
 
 
 class BareMachine:
@@ -23,7 +25,7 @@ class BareMachine:
     def __init__(self, container: str) -> None:
         self._container = container
 
-    def wait_for(self, text: str, timeout_s: float = 90) -> str:
+    def wait_for(self, text: str, timeout_s: float = _TIMEOUT_S) -> str:
         """Returns what the command printed, as soon as that contains `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in (output := self.output()):
@@ -36,7 +38,7 @@ class BareMachine:
         logs = run_program("docker", "logs", self._container)
         return logs.stdout + logs.stderr
 
-    def run(self, *command: str, text: str = "", timeout_s: float = 100) -> str:
+    def run(self, *command: str, text: str = "", timeout_s: float = _TIMEOUT_S) -> str:
         """Runs another command there, with `text` as its input; returns what it prints."""
         return run_program(
             *("docker", "exec", "--interactive", self._container, *command),
@@ -44,7 +46,7 @@ class BareMachine:
             timeout_s=timeout_s,
         ).stdout
 
-    def interrupt(self, timeout_s: float = 30) -> None:
+    def interrupt(self, timeout_s: float = _TIMEOUT_S) -> None:
         """Presses Ctrl-C, and waits until the command has ended."""
         run_program("docker", "kill", "--signal=INT", self._container)
         run_program("docker", "wait", self._container, timeout_s=timeout_s)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ _FLAGS = (
     *("--disable-component-update", "--remote-debugging-pipe", "--hide-scrollbars"),
     "--window-size=1280,900",
 )
+# A device that another test adds or removes would end its requests with ERR_NETWORK_CHANGED.
+_WITHOUT_DEVICES = (sys.executable, "-m", "tests.support.confinement")
+_REPOSITORY = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 60.0
 _MAX_MESSAGE_BYTES = 64 << 20
 
@@ -148,6 +152,7 @@ class Tab:
         return shown
 
     async def resize(self, width: int, height: int) -> None:
+        """Changes the size of the tab; returns when the page has it."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -155,6 +160,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
+        await self.until(f"innerWidth === {width}")
 
 
 @asynccontextmanager
@@ -171,7 +177,9 @@ async def running_browser(folder: Path) -> AsyncIterator[Browser]:
     # It reads commands from 3 and writes messages to 4.
     script = f'exec "$@" 3<&{from_here} 4>&{to_browser}'
     process = await asyncio.create_subprocess_exec(
-        *("bash", "-c", script, "chromium", command, *_FLAGS, f"--user-data-dir={folder}"),
+        *("bash", "-c", script, "chromium", *_WITHOUT_DEVICES),
+        *(command, *_FLAGS, f"--user-data-dir={folder}"),
+        cwd=_REPOSITORY,
         pass_fds=(from_here, to_browser),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,

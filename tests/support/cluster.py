@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import grpc
 
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.probe import wait_until_serving
 from tests.support.ports import reserved_port
 
@@ -150,6 +150,24 @@ class Cluster:
     def workers(self) -> list[ServerProcess]:
         return [*self.prefill, *self.decode]
 
+    async def wait_known(self) -> None:
+        """Waits until the router uses or has refused every worker. It serves earlier: one decode
+        worker suffices.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while unknown := {worker.address for worker in self.workers} - await self._known():
+            assert time.monotonic() < deadline, f"the router does not use {unknown}"
+            await asyncio.sleep(0.02)
+
+    async def _known(self) -> set[str]:
+        async with grpc.aio.insecure_channel(self.router.address) as channel:
+            stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+            request = cluster_pb2.GetClusterRequest()
+            state = await stub.GetCluster(request, timeout=60, metadata=WORKER_CALL)
+        ready = cluster_pb2.REPLICA_STATE_READY
+        others = re.findall(r"replica (\S+) (?:REFUSED|is a replica set)", self.router.log())
+        return {*others, *(each.address for each in state.replicas if each.state == ready)}
+
     async def wait_pools_full(self, timeout_s: float = 60.0) -> None:
         """Waits until no running worker holds a block or a request."""
         alive = [worker for worker in self.workers if worker.process.poll() is None]
@@ -190,7 +208,8 @@ async def running_cluster(
     places: Mapping[str, Place] | None = None,
     http: bool = False,
 ) -> AsyncIterator[Cluster]:
-    """Starts the processes, waits until all serve, and kills them at the end.
+    """Starts the processes, waits until all serve and the router knows them, and kills them at the
+    end.
 
     Flags of a tier override those of all workers. `places` are by tier. With `http`, the router
     has an HTTP server.
@@ -232,6 +251,7 @@ async def running_cluster(
         servers.append(router)
         await router.wait_serving()
         cluster = Cluster(router, tiers["prefill"], tiers["decode"])
+        await cluster.wait_known()
         if http:
             cluster.http_url = f"http://127.0.0.1:{http_port_file.read_text().strip()}"
         yield cluster

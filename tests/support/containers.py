@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -13,9 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from tests.support.ports import reserved_ports
 
@@ -32,6 +33,8 @@ _PREPARE = ROOT / "scripts" / "prepare_containers.sh"
 _UPGRADE = ROOT / "deploy" / "compose" / "upgrade.sh"
 _PORTS = ("BATON_PORT", "BATON_GRPC_PORT", "BATON_PORT_2", "BATON_GRPC_PORT_2")
 _HEALTH_INTERVAL = "2s"
+_PATIENCE = "BATON_RESUME_TIMEOUT_S: 200, BATON_QUEUE_TIMEOUT_S: 200"
+"""Of a router whose only decode engine starts again, which takes long on a busy machine."""
 
 _SERVICES = ("router", "prefill", "decode")
 
@@ -42,7 +45,8 @@ class NoContainersError(Exception):
 
 @contextmanager
 def container_engine() -> Iterator[dict[str, str]]:
-    """Makes sure that a Docker engine and the base images are there; ends an engine it started.
+    """Makes sure that a Docker engine and the base images are there. The last of the processes that
+    use an engine which one of them has started ends it.
 
     Yields:
         Variables for docker-compose.
@@ -50,16 +54,30 @@ def container_engine() -> Iterator[dict[str, str]]:
     Raises:
         NoContainersError: the machine cannot run containers.
     """
-    ran_before = run_program("docker", "info", check=False).returncode == 0
-    prepared = run_program(str(_PREPARE), check=False, timeout_s=900)
-    if prepared.returncode == CANNOT_RUN_CONTAINERS:
-        raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
-    assert prepared.returncode == 0, prepared.stderr
-    try:
-        yield dict(line.split("=", 1) for line in prepared.stdout.splitlines())
-    finally:
-        if not ran_before:
-            run_program(str(_PREPARE), "--stop")
+    with Path(tempfile.gettempdir(), f"baton-containers-{os.getuid()}").open("a+") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)  # waits while another process ends the engine
+        runs_before = run_program("docker", "info", check=False).returncode == 0
+        prepared = run_program(str(_PREPARE), check=False, timeout_s=900)
+        if prepared.returncode == CANNOT_RUN_CONTAINERS:
+            raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
+        assert prepared.returncode == 0, prepared.stderr
+        if not runs_before:
+            users.write("started\n")
+            users.flush()
+        try:
+            yield dict(line.split("=", 1) for line in prepared.stdout.splitlines())
+        finally:
+            with suppress(BlockingIOError):  # others use it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _end_started_engine(users)
+
+
+def _end_started_engine(users: TextIO) -> None:
+    """Ends the engine if the file says that a process which used it has started it."""
+    users.seek(0)
+    if users.read():
+        users.truncate(0)
+        run_program(str(_PREPARE), "--stop")
 
 
 class ComposeProject:
@@ -99,15 +117,16 @@ class ComposeProject:
         }
         services = (*_SERVICES, *([RANK_1] if ranks else []))
         overrides = folder / f"{self._name}.yml"
-        changes = f"user: {OTHER_USER}" if ranks else ""
+        changes, own_changes = "", dict(limits or {})
+        if ranks:
+            changes = f"user: {OTHER_USER}"
+            own_changes = {"router": f"{changes}, environment: {{{_PATIENCE}}}"}
         if two_routers:
             ports = (f"127.0.0.1:{port}" for port in reserved_ports(len(_PORTS)))
             self._environment |= dict(zip(_PORTS, ports, strict=True))
             changes = f"healthcheck: {{interval: {_HEALTH_INTERVAL}}}"
             services = (*_SERVICES, ROUTER_2)
-        changed = [
-            f"  {service}: {{{(limits or {}).get(service, changes)}}}" for service in services
-        ]
+        changed = [f"  {service}: {{{own_changes.get(service, changes)}}}" for service in services]
         overrides.write_text("\n".join(["services:", *changed]))
         self._images: list[str] = []
         self._routers = ("router", ROUTER_2) if two_routers else ("router",)

@@ -61,7 +61,8 @@ class CountPenalty(LogitsProcessor[int]):
 
 
 class Hang(LogitsProcessor):
-    """Hangs for good in one step of one process, once the file `args["hang"]` exists.
+    """Hangs for good in one step of one process, if the file `args["hang"]` exists, once there are
+    `args["after"]` tokens.
 
     While it hangs, no other thread runs if the file contains "lock".
     """
@@ -71,6 +72,8 @@ class Hang(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[ProcessedRow]) -> None:
         for row in rows:
+            if len(row.output_token_ids) < row.args["after"]:
+                continue
             path = Path(row.args["hang"])
             try:
                 what = path.read_text()

@@ -93,8 +93,11 @@ class LendingProcess:
 
 
 def _state(task: Path) -> str:
-    """Returns the state of a thread, as proc(5) names it."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    """Returns the state of a thread, as proc(5) names it: T of one that has ended meanwhile."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
 
 
 def _lend(

@@ -178,8 +178,13 @@ class SentinelDeployment:
 
 
 @contextmanager
-def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
-    """Runs a deployment whose sentinels know each other and the replica."""
+def running_sentinels(folder: Path, down_after_ms: int = 500) -> Iterator[SentinelDeployment]:
+    """Runs a deployment whose sentinels know each other and the replica.
+
+    Args:
+        folder: folder for the servers' files.
+        down_after_ms: how long the master may be silent before the replica takes its place.
+    """
     with ExitStack() as stack:
         master = stack.enter_context(
             running_redis_server(*_own_folder(folder, "master"), "--repl-diskless-sync-delay", "0")
@@ -193,7 +198,8 @@ def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
         sentinels = []
         for index in range(3):
             config = folder / f"sentinel-{index}.conf"
-            config.write_text(_SENTINEL_CONFIG.format(service=_SERVICE, port=master.port))
+            settings = {"port": master.port, "down_after_ms": down_after_ms}
+            config.write_text(_SENTINEL_CONFIG.format(service=_SERVICE, **settings))
             sentinels.append(
                 stack.enter_context(running_redis_server("--sentinel", config=str(config)))
             )
@@ -203,7 +209,7 @@ def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
 
 _SENTINEL_CONFIG = """\
 sentinel monitor {service} 127.0.0.1 {port} 2
-sentinel down-after-milliseconds {service} 500
+sentinel down-after-milliseconds {service} {down_after_ms}
 sentinel failover-timeout {service} 3000
 """
 

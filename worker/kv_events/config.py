@@ -15,6 +15,7 @@ __all__ = ["KvEventsConfig", "listens_at"]
 
 _TCP, _IPC = "tcp://", "ipc://"
 _MAX_TOPIC_BYTES = 1024
+_MAX_RANK = 65535
 _PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}
 
 
@@ -44,11 +45,16 @@ class KvEventsConfig:
         "topic of the messages of --kv-events-zmq (default: kv@HOSTNAME@MODEL)",
         metavar="TOPIC",
     )
+    kv_events_rank: int = flag(
+        0,
+        "number in the messages of --kv-events-zmq that tells workers of one topic apart, vLLM's "
+        "data_parallel_rank; the workers of --data-parallel-size count from it on",
+    )
 
     def __post_init__(self) -> None:
         if self.kv_events_zmq is None:
             for name, value in self._others():
-                if value is not None:
+                if value:
                     raise ConfigurationError(f"{name} is set, and --kv-events-zmq is not")
             return
         _check_address("--kv-events-zmq", self.kv_events_zmq)
@@ -58,6 +64,10 @@ class KvEventsConfig:
         if len(topic) > _MAX_TOPIC_BYTES:
             raise ConfigurationError(
                 f"--kv-events-topic has {len(topic)} bytes; at most {_MAX_TOPIC_BYTES} will do"
+            )
+        if not 0 <= self.kv_events_rank <= _MAX_RANK:
+            raise ConfigurationError(
+                f"--kv-events-rank is {self.kv_events_rank}; it must be from 0 to {_MAX_RANK}"
             )
         _check_packages()
 
@@ -84,8 +94,8 @@ class KvEventsConfig:
         return f"kv@{socket.gethostname()}@{model}"
 
     def of_replica(self, number: int) -> "KvEventsConfig":
-        """Returns the flags of one of several workers: their ports are those of the flags plus
-        the worker's number, as in vLLM, and paths have it at their end.
+        """Returns the flags of one of several workers: their ports and their rank are those of the
+        flags plus the worker's number, as in vLLM, and paths have it at their end.
 
         Raises:
             ConfigurationError: there is no such port, or another worker has it; names the flags.
@@ -103,12 +113,14 @@ class KvEventsConfig:
             self,
             kv_events_zmq=_numbered(self.kv_events_zmq, number),
             kv_events_replay=None if replay is None else _numbered(replay, number),
+            kv_events_rank=self.kv_events_rank + number,
         )
 
-    def _others(self) -> Sequence[tuple[str, str | None]]:
+    def _others(self) -> Sequence[tuple[str, str | int | None]]:
         return (
             ("--kv-events-replay", self.kv_events_replay),
             ("--kv-events-topic", self.kv_events_topic),
+            ("--kv-events-rank", self.kv_events_rank),
         )
 
 

@@ -22,7 +22,6 @@ __all__ = ["EventBatch", "VllmEvents"]
 
 _MEDIUM = "GPU"
 """vLLM's name of the pool that its engine computes in, whatever the device is."""
-_RANK = 0
 _MAX_BLOCKS, _MAX_TOKENS = 512, 8192
 """The most of them in a message, so that one has at most some 60 KB."""
 
@@ -41,13 +40,14 @@ class EventBatch:
     num_keys: int
     starts_over: bool
 
-    def at(self, timestamp_s: float) -> list[Any]:
+    def payload(self, timestamp_s: float, rank: int) -> list[Any]:
         """Returns the message's payload, ready to be encoded.
 
         Args:
             timestamp_s: seconds since 1970.
+            rank: number of the worker among those with its topic.
         """
-        return [timestamp_s, self.events, _RANK]
+        return [timestamp_s, self.events, rank]
 
 
 class VllmEvents:

@@ -42,14 +42,17 @@ class KvEventPublisher:
         sockets: where; closed with the publisher.
         engine: the engine.
         topic: the first frame of each message.
+        rank: number of the worker among those with its topic.
     """
 
-    def __init__(self, sockets: KvEventSockets, engine: AsyncEngine, topic: str) -> None:
+    def __init__(
+        self, sockets: KvEventSockets, engine: AsyncEngine, topic: str, rank: int = 0
+    ) -> None:
         spec = spec_of(engine.config, engine.info)
         capacity = engine.num_blocks + engine.load().num_slots
         self._sockets = sockets
         self._questions = engine.questions
-        self._topic = topic.encode(errors="surrogateescape")
+        self._topic, self._rank = topic.encode(errors="surrogateescape"), rank
         self._events = VllmEvents(spec)
         self._history = MessageHistory(
             2 * capacity + _MIN_KEPT_KEYS if sockets.answers_requests else None
@@ -84,7 +87,7 @@ class KvEventPublisher:
                 self._questions.repeat_tokens()
 
     async def _publish(self, batch: EventBatch) -> None:
-        payload = self._encode(batch.at(time.time()))
+        payload = self._encode(batch.payload(time.time(), self._rank))
         message = self._history.add(payload, batch.num_keys, starts_over=batch.starts_over)
         await self._sockets.publish((self._topic, message.number_frame, payload))
 

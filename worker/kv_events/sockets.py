@@ -15,7 +15,8 @@ _MAX_QUEUED_MESSAGES = 1024
 """Messages that wait for one subscriber; the next ones are dropped."""
 _MAX_QUEUED_ANSWERS = 64
 _MAX_QUEUED_REQUESTS = 8
-_MAX_REQUEST_BYTES = 1024
+_MAX_FRAME_BYTES = 2048
+"""Bytes of a request's or a subscription's frame; libzmq ends the connection of larger ones."""
 
 
 class KvEventSockets:
@@ -77,10 +78,10 @@ class KvEventSockets:
         socket = self._context.socket(kind)
         socket.ipv6 = "[" in address
         socket.tcp_keepalive, socket.linger = 1, 0
+        socket.maxmsgsize = _MAX_FRAME_BYTES
         if kind == zmq.ROUTER:
             socket.router_mandatory = True  # else messages beyond the limit vanish
             socket.sndhwm, socket.rcvhwm = _MAX_QUEUED_ANSWERS, _MAX_QUEUED_REQUESTS
-            socket.maxmsgsize = _MAX_REQUEST_BYTES
         else:
             socket.sndhwm = _MAX_QUEUED_MESSAGES
         try:

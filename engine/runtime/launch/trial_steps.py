@@ -94,7 +94,7 @@ class TrialSteps:
     def _measure_graphs(self) -> int:
         """Returns the number of bytes that the steps' CUDA graphs will need."""
         num_bytes = self._make_steps(*self._dummy_pool()).graph_bytes()
-        gc.collect()  # steps and their graphs refer to each other
+        gc.collect()  # so that these graphs do not count beside those that will serve
         torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 

@@ -10,6 +10,7 @@ must the listening rank: messages are pickled. Neither the store nor gloo, which
 ranks of a stage, asks for it or encrypts.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -35,6 +36,7 @@ from engine.runtime.ranks.place import RankPlace
 
 __all__ = ["END", "Meeting", "shut_down"]
 
+_logger = logging.getLogger("baton.engine")
 END = b"end"
 """Rank 0's last message: no batch, as these are pickled, and no tokens, of eight bytes each."""
 
@@ -167,13 +169,10 @@ class Meeting:
     def _connect(self, store: Store) -> str:
         """Connects twice to rank 0; returns the name of its attempt."""
         while True:
-            self._wait_until(lambda: store.check(["port"]))
-            port, attempt, version = store.get("port").decode().split()
-            if version != __version__:  # messages of ranks have no format of their own
-                raise RuntimeError(f"rank 0 is Baton {version}, this rank {__version__}")
+            port, attempt = self._await_attempt(store)
             try:
-                self.steps[0] = self._open_link(self.place.address, int(port), _STEPS)
-                self.transfers.append(self._open_link(self.place.address, int(port), _TRANSFERS))
+                self.steps[0] = self._open_link(self.place.address, port, _STEPS)
+                self.transfers.append(self._open_link(self.place.address, port, _TRANSFERS))
                 for link in self.links():
                     self._wait_until(link.poll)
                     if link.recv_bytes(_NAME_BYTES).decode() != attempt:
@@ -189,15 +188,34 @@ class Meeting:
                     raise
                 time.sleep(_RETRY_S)
 
+    def _await_attempt(self, store: Store) -> tuple[int, str]:
+        """Waits for an attempt of rank 0 of this version; returns its port and its name.
+
+        One of another version may be of a group that has ended, and a new one follows. Messages
+        of ranks have no format of their own.
+        """
+        problem = "timed out"
+        while True:
+            if store.check(["port"]):
+                port, attempt, version = store.get("port").decode().split()
+                if version == __version__:
+                    return int(port), attempt
+                other = f"rank 0 is Baton {version}, this rank {__version__}"
+                if other != problem:
+                    _logger.warning("%s; waiting for another rank 0", other)
+                problem = other
+            self._check_wait(problem)
+            time.sleep(_RETRY_S)
+
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         """Waits for rank 0, which may wait for others."""
         while not is_there():
             self._check_wait()
             time.sleep(_RETRY_S)
 
-    def _check_wait(self) -> None:
+    def _check_wait(self, problem: str = "timed out") -> None:
         if time.monotonic() > self._deadline:
-            raise TimeoutError("timed out")
+            raise TimeoutError(problem)
         self.check_others()
 
     def _meet_neighbours(self, store: Store, own_address: str) -> None:

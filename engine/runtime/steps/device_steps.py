@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -82,7 +83,8 @@ class DeviceSteps(Steps):
         self._processors = RowProcessors(model.processors)
         # All graphs write their results here; otherwise each would keep its own memory for them.
         self._results = self._new_results(self._forward.max_result_rows)
-        self._graphs = StepGraphs(shapes, self._run_in_place, record or CudaGraphRecorder())
+        run = partial(self._forward.run, out=self._results)
+        self._graphs = StepGraphs(shapes, run, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._reports = self._decode_reports()
@@ -243,10 +245,6 @@ class DeviceSteps(Steps):
             free_before = _free_bytes(device)
             self._graphs.capture_one(shape)
         return max(0, free_before - _free_bytes(device))
-
-    def _run_in_place(self, shape: StepShape) -> torch.Tensor:
-        """Runs `DeviceForward.run`; its result is in the memory that all graphs share."""
-        return self._forward.run(shape, self._results)
 
     def _begin(self, batch: ScheduledBatch, draws: ChunkDraws | None = None) -> BegunStep:
         """Sends a step to the device, and advances the rows past it.

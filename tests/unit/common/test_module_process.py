@@ -1,6 +1,7 @@
 """Processes that run modules of Baton's: what they import, and with which environment."""
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ import pytest
 from baton.common.module_process import module_command, path_variable
 from baton.common.own_packages import PACKAGES
 from baton.common.ray_cluster import AsyncActor, BlockingActor, actor_class
+from kernels.library.variants import BUILD_COMMAND
 
 ROOT = Path(__file__).parents[3]
 PRINT = "tests.support.print_variable"
@@ -76,6 +78,12 @@ def test_packages_of_others_shadow_none_of_batons(beside_others, tmp_path):
     # Without `baton`, each of the others stays itself.
     code = f"print(*(__import__(name).OWNER for name in {PACKAGES}))"
     assert {*run([beside_others, "-c", code], **options).stdout.split()} == {"another"}
+
+
+def test_the_command_that_users_are_shown_builds_batons_kernels(beside_others):
+    _, *arguments = shlex.split(BUILD_COMMAND)
+    page = run([beside_others, *arguments, "--help"], cwd="/", env={}).stdout
+    assert "Compile the native kernels" in page
 
 
 def test_they_can_import_what_their_parent_can(monkeypatch):

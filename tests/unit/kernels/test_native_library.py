@@ -8,7 +8,7 @@ from baton.common.errors import ConfigurationError
 from kernels.library import library
 from kernels.library.cpu import features_of_cpuinfo, features_of_sysctl
 from kernels.library.library import Library, choose
-from kernels.library.variants import VARIANTS, library_path, variants_for
+from kernels.library.variants import BUILD_COMMAND, VARIANTS, library_path, variants_for
 
 X86_64 = variants_for("x86_64")
 FEATURES = {variant.name: variant.cpu_features for variant in X86_64}
@@ -64,8 +64,7 @@ def test_torch_is_chosen_if_no_library_was_built():
     selection = choose(libraries(problem="no compiler"), FEATURES["avx2"], "auto")
     assert (selection.variant, selection.path) == ("torch", None)
     assert selection.reason == (
-        "no library was built (no compiler): install a C++ compiler and run "
-        "`python -m kernels.library.build`"
+        f"no library was built (no compiler): install a C++ compiler and run `{BUILD_COMMAND}`"
     )
 
 
@@ -128,7 +127,7 @@ def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
             "avx512_bf16",
             "BATON_CPU_KERNELS is 'avx512_bf16': this CPU lacks avx512_bf16, avx512_vnni",
         ),
-        ("avx2", r"'avx2': its library was not built \(gone\); run `python -m"),
+        ("avx2", rf"'avx2': its library was not built \(gone\); run `{BUILD_COMMAND}`"),
         (
             "neon",
             "'neon': this machine has another architecture; it must be one of auto, torch, triton",
@@ -148,7 +147,7 @@ def test_an_unavailable_variant_is_refused(wish, message):
 
 @pytest.mark.parametrize("wish", ["auto", "avx2"])
 def test_a_library_of_other_sources_is_refused(wish):
-    with pytest.raises(ConfigurationError, match=r"other sources .* `python -m kernels"):
+    with pytest.raises(ConfigurationError, match=f"other sources .* run `{BUILD_COMMAND}`"):
         choose(libraries("avx2", "generic", stale=("avx2",)), FEATURES["avx2"], wish)
 
 

@@ -35,6 +35,7 @@ pytestmark = needs_helm
 VERSIONS = ("1.30.0", "1.37.0")  # the oldest that the chart states, and the newest with schemas
 COMPONENT = "app.kubernetes.io/component"
 KEDA = {"type": "keda", "minReplicas": 0, "backlogSeconds": 1.5}
+READER = {"podSelector": {"matchLabels": {"app": "epp"}}}
 TLS = {"enabled": True, "certManager": {"enabled": True, "issuer": {"name": "ca"}}}
 CASES = {
     "default": {},
@@ -108,6 +109,16 @@ CASES = {
         },
         "decode": {"groupSize": 2},
         "prefill": {"drainTimeoutSeconds": 30},
+    },
+    "events": {
+        "networkPolicy": {"kvEventReaders": [READER]},
+        "prefill": {"args": ["--data-parallel-size=2"]},
+        "decode": {
+            "args": [
+                *("--kv-events-zmq=tcp://*:5557", "--kv-events-replay=tcp://*:5567"),
+                *("--kv-events-topic=kv@$(POD_IP):8000@m", "--data-parallel-size=4"),
+            ]
+        },
     },
 }
 CASES["set"] = {**CASES["groups"], "disaggregatedSet": {"enabled": True}}
@@ -347,6 +358,20 @@ def test_only_clients_reach_the_ports_for_requests(answers, case):
     pickers = [peer for those in peers for peer in those if peer != client]
     parts = [peer["podSelector"]["matchLabels"][COMPONENT] for peer in pickers]
     assert (len(peers), parts) == ((2, ["router"]) if case == "pool" else (1, []))
+
+
+def test_readers_of_kv_events_reach_the_ports_of_all_workers_that_publish(answers):
+    policies = by_name(answers[list(CASES).index("events")], "NetworkPolicy")
+    rules = {
+        name.rpartition("-")[2]: [
+            rule["ports"] for rule in policy["spec"]["ingress"] if rule.get("from") == [READER]
+        ]
+        for name, policy in policies.items()
+    }
+    assert rules.pop("decode") == [
+        [{"port": 5557, "endPort": 5560}, {"port": 5567, "endPort": 5570}]
+    ]
+    assert not any(rules.values())
 
 
 def test_targets_name_services(manifests):

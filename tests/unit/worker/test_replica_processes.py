@@ -68,7 +68,8 @@ def test_workers_have_the_flags_of_the_set_except_for_its_ports(monkeypatch):
     metrics = config_from_args(MetricsConfig, given)
     assert config_from_args(MetricsConfig, own) == replace(metrics, port=9002)
     events = config_from_args(KvEventsConfig, given)
-    assert config_from_args(KvEventsConfig, own) == replace(events, kv_events_zmq="tcp://*:5559")
+    numbered = replace(events, kv_events_zmq="tcp://*:5559", kv_events_rank=2)
+    assert config_from_args(KvEventsConfig, own) == numbered
 
 
 def test_workers_elsewhere_have_no_address_and_no_file_of_this_machine():

@@ -354,17 +354,54 @@ def test_generate_prints_log_probabilities_after_the_text(capsys):
     assert "3 generated" in summary
 
 
-def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
-    missing = replace(baton.cli.COMMANDS["health"], module="a_missing_package.probe")
-    monkeypatch.setitem(baton.cli.COMMANDS, "health", missing)
-    assert main(["health"]) == 1
-    error = "baton health: error: a_missing_package is not installed; `baton doctor` names all"
-    assert capsys.readouterr().err.startswith(error)
-    # A module of Baton's that is missing is a bug, whose place is shown.
-    missing = replace(missing, module="baton.cli.missing")
-    monkeypatch.setitem(baton.cli.COMMANDS, "health", missing)
+@pytest.fixture
+def run_missing(monkeypatch):
+    """Runs a command whose module is another one, which imports what is missing."""
+    entry = baton.cli.COMMANDS["health"]
+
+    def run(module: str) -> int:
+        monkeypatch.setitem(baton.cli.COMMANDS, "health", replace(entry, module=module))
+        return main(["health"])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        ("a_missing_package.probe", "a_missing_package is not installed"),
+        ("a_namespace.part", "a_namespace.part is not installed"),
+        ("a_package.old", "the installed package a_package has no module a_package.gone"),
+    ],
+)
+def test_what_is_not_installed_is_named_on_one_line(
+    run_missing, module, problem, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a_namespace").mkdir()
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").touch()
+    (tmp_path / "a_package" / "old.py").write_text("import a_package.gone")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_missing(module) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"baton health: error: {problem}; `baton doctor` names all")
+
+
+def test_the_stack_of_a_missing_package_is_shown_at_the_log_level_debug(
+    run_missing, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a_user.py").write_text("import a_missing_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BATON_LOG_LEVEL", "debug")
+    assert run_missing("a_user") == 1
+    *stack, last = capsys.readouterr().err.splitlines()
+    assert "a_user.py" in "".join(stack)
+    assert last.startswith("baton health: error: a_missing_package is not installed")
+
+
+def test_a_module_of_baton_that_is_missing_is_a_bug_whose_place_is_shown(run_missing):
     with pytest.raises(ModuleNotFoundError, match=r"baton\.cli\.missing"):
-        main(["health"])
+        run_missing("baton.cli.missing")
 
 
 def test_the_doctor_has_flags_where_packages_for_calls_are_missing(monkeypatch):

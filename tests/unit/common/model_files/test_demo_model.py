@@ -61,10 +61,10 @@ def test_the_model_predicts_the_end_of_sequence_token(model):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # without AVX-512 it takes three times as long
 def test_the_script_trains_and_writes_a_checkpoint(tmp_path):
     command = [sys.executable, SCRIPT, "--steps", "2", "--output", tmp_path]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    subprocess.run(command, check=True, capture_output=True, timeout=850)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 1_000_000
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.decode(tokenizer.encode(DEMO_PROMPT)) == DEMO_PROMPT

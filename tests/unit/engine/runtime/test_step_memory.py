@@ -124,6 +124,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_drafts", "max_model_len"), [(0, 512), (0, 131_072), (4, 512)])
 def test_graphs_need_the_memory_of_the_formula(num_drafts, max_model_len, path):
     drafting = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None

@@ -21,7 +21,7 @@ from tests.support.draw_params import GREEDY, draw_params
 from tests.support.logits_processors import FLAG
 from tests.support.strict_device import GPU, RefusedError, StrictDevice
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 _FLAGS = {
     "dtype": "bfloat16",

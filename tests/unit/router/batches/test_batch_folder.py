@@ -68,6 +68,31 @@ def test_a_file_that_a_batch_reads_stays(folder):
         folder.file("a", batch.input_file_id)
 
 
+def test_results_of_a_batch_that_has_not_finished_stay(folder, clock, monkeypatch):
+    """They may be seen already, while its last record cannot be written: it runs again then."""
+    batch, key = add_batch(folder, ["1"], "a", window_s=10**6), key_of("a")
+    run = BatchRun(folder, folder.queue()[0], 4096)
+    assert run.begin()
+    run.add_answer("1", 200, "id", b"{}")
+    write = folder.write_batch
+
+    def fail_at_last(key, record):
+        if record.status == "completed":
+            raise OSError(28, "No space left on device")
+        write(key, record)
+
+    monkeypatch.setattr(folder, "write_batch", fail_at_last)
+    with pytest.raises(OSError, match="No space left"):
+        run.finish("completed")
+    run.close()
+    assert batch.output_id in {file.id for file in folder.files("a")}
+    with pytest.raises(FailedPreconditionError, match="file_id: batch_"):
+        folder.delete_file("a", batch.output_id)
+    clock.now += HOUR_S
+    folder.sweep()
+    assert folder.content_path(key, batch.output_id).exists()
+
+
 def test_a_client_has_a_limit_of_each(folder, monkeypatch):
     monkeypatch.setattr(folder_module, "MAX_FILES", 1)
     monkeypatch.setattr(folder_module, "MAX_BATCHES", 1)
@@ -165,19 +190,43 @@ def test_a_malformed_record_concerns_its_batch_alone(folder, clock, tmp_path):
     assert not folder.content_path(key_of("a"), old.id).exists()
 
 
-def test_a_batch_whose_way_into_the_queue_fails_is_not_kept(folder, monkeypatch):
-    batch = add_batch(folder, ["1"], "a")
+def fail_in(monkeypatch, folder_name, suffix, *, is_written) -> None:
+    """Lets writes into a folder fail, also those whose last step fails: the file is there then."""
     write = folder_module._write
 
-    def fail_for_queue(path, content):
-        if path.parent.name == "queue":
+    def fail(path, content):
+        fails = path.parent.name == folder_name and path.name.endswith(suffix)
+        if is_written or not fails:
+            write(path, content)
+        if fails:
             raise OSError(28, "No space left on device")
-        write(path, content)
 
-    monkeypatch.setattr(folder_module, "_write", fail_for_queue)
-    with pytest.raises(OSError, match="No space left"):
-        folder.add_batch(replace(batch, id=new_id("batch_")))
+    monkeypatch.setattr(folder_module, "_write", fail)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize(("name", "suffix"), [("queue", ""), ("batches", ".json")])
+def test_a_batch_that_is_refused_for_a_full_disk_is_not_kept(
+    folder, monkeypatch, name, suffix, is_written
+):
+    batch = add_batch(folder, ["1"], "a")
+    with monkeypatch.context() as context:
+        fail_in(context, name, suffix, is_written=is_written)
+        with pytest.raises(OSError, match="No space left"):
+            folder.add_batch(replace(batch, id=new_id("batch_")))
+    folder.sweep()  # puts batches that are kept into the queue
     assert [each.id for each in folder.batches("a")] == [batch.id]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_file_that_is_refused_for_a_full_disk_is_not_kept(
+    folder, monkeypatch, tmp_path, suffix, is_written
+):
+    fail_in(monkeypatch, "files", suffix, is_written=is_written)
+    with pytest.raises(OSError, match="No space left"):
+        add_file(folder)
+    assert not [path for path in (tmp_path / "batches" / "tenants").rglob("*") if path.is_file()]
 
 
 def test_a_batch_that_a_killed_router_left_out_of_the_queue_is_put_there(folder):

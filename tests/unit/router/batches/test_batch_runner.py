@@ -8,9 +8,11 @@ from types import MappingProxyType
 
 import pytest
 
+from router.batches import run as run_module
 from router.batches import runner as runner_module
 from router.batches.folder import BatchFolder, key_of
 from router.batches.requests import BATCH_PRIORITY
+from router.batches.run import BatchRun
 from router.batches.runner import Answer, BatchRunner
 from tests.support.batches import ENDPOINT, add_batch, ids_of, results_of
 from tests.support.clock import Clock
@@ -255,16 +257,87 @@ async def test_a_batch_that_is_refused_for_long_leaves_its_places_to_others(fold
     assert len(tried) <= 8  # those that rest are in memory
 
 
-async def test_an_input_that_is_wrong_or_gone_fails_the_batch(folder):
+async def test_an_input_that_is_wrong_fails_the_batch(folder):
     bad = add_batch(folder, ["a", "a"])
-    gone = add_batch(folder, ["a"])
-    folder.content_path(key_of(""), gone.input_file_id).unlink()
     async with running(folder, api := Api()):
         record = await finished(folder, bad, "failed")
-        assert (await finished(folder, gone, "failed")).errors[0]["code"] == "file_not_found"
     assert record.errors[0]["code"] == "duplicate_custom_id"
     assert record.body()["errors"]["data"][0]["line"] == 2
     assert not api.calls
+    assert not folder.queue()
+
+
+def remove(path) -> None:
+    path.unlink()
+
+
+def make_unreadable(path) -> None:
+    path.unlink()
+    path.mkdir()  # a file without permissions can be read by root
+
+
+def change(path) -> None:
+    path.write_bytes(b"{\n" * 3)
+
+
+def empty(path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("lose", "reason", "is_begun", "end"),
+    [
+        (remove, "No such file or directory", False, None),
+        (make_unreadable, "Is a directory", False, None),
+        (remove, "No such file or directory", True, None),
+        (remove, "No such file or directory", True, "cancelled"),
+        (make_unreadable, "Is a directory", True, "expired"),
+        (change, "line 1 has changed: the line is not JSON", True, None),
+        (empty, "2 of its requests are gone", True, None),
+    ],
+)
+async def test_a_batch_whose_input_is_lost_fails_once(folder, clock, lose, reason, is_begun, end):
+    """It keeps the answers that it has, and ends whatever the client wants meanwhile."""
+    batch = add_batch(folder, ["a", "b", "c"])
+    if is_begun:
+        run = BatchRun(folder, folder.queue()[0], 4096)
+        assert run.begin()
+        run.add_answer("a", 200, "id", b"{}")
+        run.close()
+    lose(folder.content_path(key_of(""), batch.input_file_id))
+    if end == "cancelled":
+        folder.cancel_batch("", batch.id)
+    elif end == "expired":
+        clock.now += 3600
+    async with running(folder, api := Api()):
+        record = await finished(folder, batch, "failed")
+    assert not api.calls
+    assert not folder.queue()
+    (error,) = record.errors
+    assert error["message"].startswith(f"the input file {batch.input_file_id} cannot be read: ")
+    assert reason in error["message"]
+    assert ids_of(results_of(folder, batch)[0]) == ["a"] * is_begun
+    assert (record.completed, record.failed, record.has_output) == (is_begun, 0, is_begun)
+
+
+async def test_an_input_that_the_disk_does_not_give_is_tried_again_until_the_batch_expires(
+    folder, clock, monkeypatch
+):
+    tries = []
+
+    def fail(*args):
+        tries.append(args)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(runner_module, "_TRY_AGAIN_S", 0.02)
+    monkeypatch.setattr(run_module, "check_input", fail)
+    batch = add_batch(folder, ["a"])
+    async with running(folder, Api()):
+        await until(lambda: len(tries) >= 3)
+        assert folder.batch("", batch.id).status == "validating"
+        clock.now += 3600
+        record = await finished(folder, batch, "failed")
+    assert [error["code"] for error in record.errors] == ["file_not_readable"]
     assert not folder.queue()
 
 

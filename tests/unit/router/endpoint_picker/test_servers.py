@@ -43,11 +43,11 @@ async def test_a_server_that_fails_is_lost_until_it_is_ready_again(failed, caplo
     caplog.set_level("INFO", "baton.router")
     port = reserved_port()
     async with running(port) as servers:
-        assert servers.answers(ADDRESS)  # a new one may be
+        assert servers.answers(f"{HOST}:{port}")  # a new one may be
         async with failed(port):
-            await until(lambda: not servers.answers(ADDRESS))
+            await until(lambda: not servers.answers(f"{HOST}:{port}"))
         async with pod_server(HOST, port):
-            await until(lambda: servers.answers(ADDRESS))
+            await until(lambda: servers.answers(f"{HOST}:{port}"))
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         f"server {HOST}:{port} is not ready; others get its requests",
@@ -59,7 +59,7 @@ async def test_a_server_that_hangs_is_lost(monkeypatch):
     monkeypatch.setattr(servers_module, "_TIMEOUT_S", 0.1)
     port = reserved_port()
     async with pod_server(HOST, port, status=None), running(port) as servers:
-        await until(lambda: not servers.answers(ADDRESS))
+        await until(lambda: not servers.answers(f"{HOST}:{port}"))
 
 
 @pytest.mark.parametrize("asks_clients", [False, True])
@@ -73,15 +73,15 @@ async def test_a_server_with_tls_answers_whatever_its_certificate_is(tmp_path, a
         context.verify_mode = ssl.CERT_REQUIRED
     port = reserved_port()
     async with running(port, has_tls=True) as servers:
-        await until(lambda: not servers.answers(ADDRESS))
+        await until(lambda: not servers.answers(f"{HOST}:{port}"))
         async with pod_server(HOST, port, context=context):
-            await until(lambda: servers.answers(ADDRESS))
+            await until(lambda: servers.answers(f"{HOST}:{port}"))
 
 
 async def test_a_worker_that_has_left_is_forgotten():
     port = reserved_port()
     addresses = [ADDRESS]
     async with running(port, addresses=addresses) as servers:
-        await until(lambda: not servers.answers(ADDRESS))
+        await until(lambda: not servers.answers(f"{HOST}:{port}"))
         addresses.clear()
-        await until(lambda: servers.answers(ADDRESS))
+        await until(lambda: servers.answers(f"{HOST}:{port}"))

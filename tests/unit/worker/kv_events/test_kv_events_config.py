@@ -20,6 +20,11 @@ from worker.kv_events.config import KvEventsConfig, listens_at
             "--kv-events-replay is set, and --kv-events-zmq is not",
         ),
         ({"kv_events_topic": "t"}, "--kv-events-topic is set, and --kv-events-zmq is not"),
+        ({"kv_events_rank": 1}, "--kv-events-rank is set, and --kv-events-zmq is not"),
+        (
+            {"kv_events_zmq": "tcp://*:1", "kv_events_rank": -1},
+            "--kv-events-rank is -1; it must be from 0 to 65535",
+        ),
         *(
             ({"kv_events_zmq": address}, f"--kv-events-zmq is '{address}'; it must be tcp://HOST")
             for address in (
@@ -97,7 +102,7 @@ def test_several_workers_have_addresses_of_their_own():
     config = KvEventsConfig(kv_events_zmq="tcp://*:5557", kv_events_replay="ipc:///run/replay")
     assert config.of_replica(0) == config
     assert config.of_replica(3) == KvEventsConfig(
-        kv_events_zmq="tcp://*:5560", kv_events_replay="ipc:///run/replay.3"
+        kv_events_zmq="tcp://*:5560", kv_events_replay="ipc:///run/replay.3", kv_events_rank=3
     )
     with pytest.raises(ConfigurationError, match="--kv-events-zmq is 'tcp://\\*:65537'"):
         KvEventsConfig(kv_events_zmq="tcp://*:65535").of_replica(2)

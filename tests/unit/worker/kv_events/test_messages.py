@@ -29,7 +29,7 @@ def stored(keys, parent=None, salt="", layer_group=0, block_size=2):
 
 def payloads(events, **options):
     batches = VllmEvents(spec(**options)).batches(events)
-    return [msgspec.msgpack.encode(batch.at(1.5)) for batch in batches]
+    return [msgspec.msgpack.encode(batch.payload(1.5, 0)) for batch in batches]
 
 
 def test_bytes_are_those_of_vllm():
