@@ -58,6 +58,7 @@ class Operator:
         return answer.replicas
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("variant", "kv_connector"),
     [
