@@ -88,6 +88,10 @@ class CompileProcess:
             ours.settimeout(WALL_TIMES * timeout_s + _MARGIN_S)
             try:
                 return process, _talk(ours, job, timeout_s)
+            except JobTimeoutError:
+                if self._is_alive(process):
+                    raise
+                return process, None  # it was not the job's own time that has ended it
             except TimeoutError:
                 with self._lock:
                     self._kill()
