@@ -125,15 +125,25 @@ def _text_of_missing(module: str) -> str:
     a namespace such as `google` are packages of their own.
     """
     package = module.rpartition(".")[0]
-    spec = find_spec(package) if package else None
-    if spec is None or spec.origin is None:
-        problem = f"{module} is not installed"
-    else:
+    if package and _is_installed(package):
         problem = f"the installed package {package} has no module {module}"
+    else:
+        problem = f"{module} is not installed"
     return (
         f"{problem}; `baton doctor` names all that is missing or has a wrong version, and "
         "BATON_LOG_LEVEL=debug shows what imports it"
     )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is there, and no namespace. To find one, Python imports the packages that
+    contain it, which may fail again for the same missing module.
+    """
+    try:
+        spec = find_spec(package)
+    except Exception:  # not only ImportError: some packages cannot be imported twice
+        return True
+    return spec is not None and spec.origin is not None
 
 
 def _find_command(arguments: list[str]) -> str:

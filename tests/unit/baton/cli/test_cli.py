@@ -372,6 +372,7 @@ def run_missing(monkeypatch):
         ("a_missing_package.probe", "a_missing_package is not installed"),
         ("a_namespace.part", "a_namespace.part is not installed"),
         ("a_package.old", "the installed package a_package has no module a_package.gone"),
+        ("a_broken", "the installed package a_broken.part has no module a_broken.part.gone"),
     ],
 )
 def test_what_is_not_installed_is_named_on_one_line(
@@ -381,6 +382,9 @@ def test_what_is_not_installed_is_named_on_one_line(
     (tmp_path / "a_package").mkdir()
     (tmp_path / "a_package" / "__init__.py").touch()
     (tmp_path / "a_package" / "old.py").write_text("import a_package.gone")
+    (tmp_path / "a_broken" / "part").mkdir(parents=True)
+    (tmp_path / "a_broken" / "__init__.py").write_text("import a_broken.part")
+    (tmp_path / "a_broken" / "part" / "__init__.py").write_text("import a_broken.part.gone")
     monkeypatch.syspath_prepend(tmp_path)
     assert run_missing(module) == 1
     (line,) = capsys.readouterr().err.splitlines()
