@@ -25,10 +25,13 @@ cannot() {
 
 stop_engine() {
     local pid
-    [[ -f $STATE/dockerd.pid ]] || return 0
+    [[ -w $STATE/dockerd.pid ]] || return 0 # none, or that of another user
     pid=$(<"$STATE/dockerd.pid")
-    kill "$pid" 2>/dev/null || true
-    for _ in {1..120}; do kill -0 "$pid" 2>/dev/null || break; sleep 0.5; done
+    # After a restart of the machine another process may have the number.
+    if [[ $(cat "/proc/$pid/comm" 2>/dev/null) == dockerd ]]; then
+        kill "$pid" 2>/dev/null || true
+        for _ in {1..120}; do kill -0 "$pid" 2>/dev/null || break; sleep 0.5; done
+    fi
     rm -f "$STATE/dockerd.pid"
 }
 
@@ -134,14 +137,14 @@ PYTHON
     echo "$index"
 }
 
-mkdir -p "$STATE" 2>/dev/null || cannot "$STATE cannot be written"
 if [[ ${1:-} == --stop ]]; then
     stop_engine
     exit
 fi
+mkdir -p "$STATE" 2>/dev/null || cannot "$STATE cannot be written"
 # Two runs at once would both start an engine. The lock is not the engine's, which outlives this.
 if [[ ${1:-} != --locked && -w $STATE ]] && command -v flock >/dev/null; then
-    exec flock --close "$STATE/lock" "$0" --locked
+    exec flock --close "$STATE/lock" "$BASH" "$0" --locked
 fi
 docker info >/dev/null 2>&1 || start_engine
 install_programs docker-compose:docker-compose

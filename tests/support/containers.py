@@ -56,28 +56,32 @@ def container_engine() -> Iterator[dict[str, str]]:
     """
     with Path(tempfile.gettempdir(), f"baton-containers-{os.getuid()}").open("a+") as users:
         fcntl.flock(users, fcntl.LOCK_SH)  # waits while another process ends the engine
-        runs_before = run_program("docker", "info", check=False).returncode == 0
-        prepared = run_program(str(_PREPARE), check=False, timeout_s=900)
-        if prepared.returncode == CANNOT_RUN_CONTAINERS:
-            raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
-        assert prepared.returncode == 0, prepared.stderr
-        if not runs_before:
-            users.write("started\n")
-            users.flush()
         try:
+            if run_program("docker", "info", check=False).returncode != 0:
+                users.write("started\n")  # soon, and also if something else fails then
+                users.flush()
+            prepared = run_program(str(_PREPARE), check=False, timeout_s=900)
+            if prepared.returncode == CANNOT_RUN_CONTAINERS:
+                raise NoContainersError(prepared.stderr.strip().splitlines()[-1])
+            assert prepared.returncode == 0, prepared.stderr
             yield dict(line.split("=", 1) for line in prepared.stdout.splitlines())
         finally:
-            with suppress(BlockingIOError):  # others use it
-                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _end_started_engine(users)
+            _end_started_engine(users)
 
 
 def _end_started_engine(users: TextIO) -> None:
-    """Ends the engine if the file says that a process which used it has started it."""
-    users.seek(0)
-    if users.read():
-        users.truncate(0)
-        run_program(str(_PREPARE), "--stop")
+    """Ends the engine if no other process uses it, and the file says that one which did has
+    started it. Unlocks the file, which processes that were forked meanwhile keep open.
+    """
+    try:
+        with suppress(BlockingIOError):  # others use it
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            users.seek(0)
+            if users.read():
+                users.truncate(0)
+                run_program(str(_PREPARE), "--stop")
+    finally:
+        fcntl.flock(users, fcntl.LOCK_UN)
 
 
 class ComposeProject:
