@@ -1,7 +1,8 @@
 """Forbids a process to read other processes' memory, as many containers do, or to see the machine's
 network devices.
 
-`python -m tests.support.confinement COMMAND...` runs a command that cannot see them.
+`python -m tests.support.confinement COMMAND...` runs a command that cannot see them, where the
+kernel can forbid it.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import platform
 import socket
 import struct
 import sys
+from contextlib import suppress
 
 __all__ = ["forbid_netlink", "forbid_process_vm_calls"]
 
@@ -33,7 +35,11 @@ def forbid_process_vm_calls() -> None:
 
 
 def forbid_netlink() -> None:
-    """Makes the kernel refuse netlink sockets to this process, and to those that it starts."""
+    """Makes the kernel refuse netlink sockets to this process, and to those that it starts.
+
+    Raises:
+        OSError, KeyError, AttributeError: this system, or this kind of processor, has none.
+    """
     _install(
         [
             (_LOAD_WORD, 0, 0, 0),
@@ -47,12 +53,18 @@ def forbid_netlink() -> None:
 
 
 def _install(program: list[tuple[int, int, int, int]]) -> None:
-    """Installs a seccomp filter, instructions of C's `struct sock_filter`."""
+    """Installs a seccomp filter, instructions of C's `struct sock_filter`.
+
+    Raises:
+        OSError: the kernel has none.
+    """
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
     header = _Program(len(program), ctypes.addressof(code))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-    assert prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(header), 0, 0) == 0
+    if prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or prctl(
+        _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(header), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter")
 
 
 class _Program(ctypes.Structure):
@@ -62,5 +74,6 @@ class _Program(ctypes.Structure):
 
 
 if __name__ == "__main__":
-    forbid_netlink()
+    with suppress(OSError, KeyError, AttributeError):
+        forbid_netlink()
     os.execvp(sys.argv[1], sys.argv[1:])
