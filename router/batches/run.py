@@ -209,6 +209,8 @@ class BatchRun:
         output, errors = self._files
         done = output.digests | errors.digests
         num_left = self.record.total - len(done)
+        if not num_left:
+            return  # it had ended but for its record, and needs its input no more
         try:
             for request in read_requests(self._input_path, self.record.endpoint, done):
                 num_left -= 1

@@ -320,6 +320,21 @@ async def test_a_batch_whose_input_is_lost_fails_once(folder, clock, lose, reaso
     assert (record.completed, record.failed, record.has_output) == (is_begun, 0, is_begun)
 
 
+async def test_a_batch_with_all_answers_needs_no_input(folder):
+    """It was interrupted before its end was written."""
+    batch = add_batch(folder, ["a", "b"])
+    run = BatchRun(folder, folder.queue()[0], 4096)
+    assert run.begin()
+    for custom_id in ("a", "b"):
+        run.add_answer(custom_id, 200, "id", b"{}")
+    run.close()
+    remove(folder.content_path(key_of(""), batch.input_file_id))
+    async with running(folder, api := Api()):
+        record = await finished(folder, batch, "completed")
+    assert not api.calls
+    assert (record.completed, record.failed, record.errors) == (2, 0, ())
+
+
 async def test_an_input_that_the_disk_does_not_give_is_tried_again_until_the_batch_expires(
     folder, clock, monkeypatch
 ):
