@@ -256,12 +256,12 @@ def test_callers_without_the_token_are_turned_away(monkeypatch: pytest.MonkeyPat
 BOTH_VERSIONS = rf"rank 0 is Baton 0\.0\.9, this rank {re.escape(__version__)}"
 
 
-@pytest.fixture
-def old_place() -> Iterator[RankPlace]:
-    """A place in whose launcher's store rank 0 of an older version has been."""
+@pytest.fixture(params=["1 attempt 0.0.9", "1 attempt 0.0.9 more"])
+def old_place(request: pytest.FixtureRequest) -> Iterator[RankPlace]:
+    """A place in whose launcher's store rank 0 of another version has been."""
     port = reserved_port()
     store = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
-    store.set("baton/port", "1 attempt 0.0.9")
+    store.set("baton/port", request.param)
     yield RankPlace(1, 2, "127.0.0.1", port, is_host=False)
     del store
 

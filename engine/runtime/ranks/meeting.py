@@ -197,9 +197,11 @@ class Meeting:
         problem = "timed out"
         while True:
             if store.check(["port"]):
-                port, attempt, version = store.get("port").decode().split()
+                # Port, attempt and version; other versions may write less or more.
+                port, attempt, version, *_ = [*store.get("port").decode().split(), "", "", ""]
                 if version == __version__:
                     return int(port), attempt
+                version = version or "of an earlier version"
                 other = f"rank 0 is Baton {version}, this rank {__version__}"
                 if other != problem:
                     _logger.warning("%s; waiting for another rank 0", other)
