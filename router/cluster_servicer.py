@@ -30,7 +30,7 @@ from router.routing.policy import Choice
 __all__ = ["ClusterServicer", "ClusterStatus"]
 
 _LOAD_TIMEOUT_S = 1.0
-_NO_REPORT = "it has just been connected, and has not reported its load yet"
+_NO_REPORT = "it has not reported its load yet"
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 1000
 
