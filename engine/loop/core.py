@@ -280,6 +280,7 @@ class EngineCore:
         with ExitStack() as closing:
             closing.callback(self._grammars.close)
             closing.callback(self._connector.close)
+            closing.callback(self._loop.forget)
             closing.callback(self._runner.close)
 
     # A step.

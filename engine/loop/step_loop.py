@@ -95,6 +95,10 @@ class StepLoop(ABC):
             self._connector.step_ended(step, computed=False)
         self._scheduler.abandon_steps(InternalError("the step was interrupted"))
 
+    def forget(self) -> None:
+        """Drops the steps in flight, which refer to the model. For a runner that is closed."""
+        self._submitted.clear()
+
     def num_run(self, batch: ScheduledBatch | None) -> int:
         """Returns how many tokens a step runs; a draft model's work counts as tokens that take as
         long.

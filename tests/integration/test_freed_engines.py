@@ -9,7 +9,9 @@ from baton import LLM, SamplingParams, StructuredOutputs
 from baton.common.errors import UnavailableError
 from engine.config import EngineConfig
 from engine.loop.async_engine import AsyncEngine
+from engine.loop.build import build_engine
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 PROMPT = [3, 4, 5] * 12
@@ -56,6 +58,21 @@ def test_a_closed_llm_is_freed(variant, arguments):
     llm.close()
     del llm
     assert (core(), runner()) == (None, None)
+
+
+def test_a_step_in_flight_does_not_keep_the_weights(monkeypatch):
+    """As after an answer that has ended sooner than it might have."""
+    use_kind("device, eager", monkeypatch)
+    path = str(tiny_checkpoint("llama"))
+    core = build_engine(EngineConfig(model=path, async_scheduling=True, **ARGUMENTS))
+    core.scheduler.add(engine_request("a", tuple(PROMPT), max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        core.run_step(lambda outputs: None)
+    assert core._loop.is_in_flight
+    runner = core._runner
+    model, steps = weakref.ref(runner._model), weakref.ref(runner._steps)
+    core.close()
+    assert (model(), steps()) == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["host", "device, graphs"])
