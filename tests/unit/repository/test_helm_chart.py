@@ -361,20 +361,17 @@ def test_only_clients_reach_the_ports_for_requests(answers, case):
 
 
 def test_readers_of_kv_events_reach_the_ports_of_all_workers_that_publish(answers):
-    case = CASES["events"]
-    args = [word for flag in case["decode"]["args"] for word in flag.split("=", 1)]
-    (in_two_words,) = render_all([{**case, "decode": {"args": args}}])
-    for manifests in (answers[list(CASES).index("events")], in_two_words):
-        rules = {
-            name.rpartition("-")[2]: [
-                rule["ports"] for rule in policy["spec"]["ingress"] if rule.get("from") == [READER]
-            ]
-            for name, policy in by_name(manifests, "NetworkPolicy").items()
-        }
-        assert rules.pop("decode") == [
-            [{"port": 5557, "endPort": 5560}, {"port": 5567, "endPort": 5570}]
+    policies = by_name(answers[list(CASES).index("events")], "NetworkPolicy")
+    rules = {
+        name.rpartition("-")[2]: [
+            rule["ports"] for rule in policy["spec"]["ingress"] if rule.get("from") == [READER]
         ]
-        assert not any(rules.values())
+        for name, policy in policies.items()
+    }
+    assert rules.pop("decode") == [
+        [{"port": 5557, "endPort": 5560}, {"port": 5567, "endPort": 5570}]
+    ]
+    assert not any(rules.values())
 
 
 def test_targets_name_services(manifests):
