@@ -1,7 +1,7 @@
 """`ModelRunner.execute` on hand-made batches, compared with `transformers`."""
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
 
-@cache
+@lru_cache(maxsize=4)  # one with stand-ins for graphs has some 400 MB
 def _runner_of(kind, variant, block_size, dtype):
     flags = {"block_size": block_size, "dtype": dtype, "num_gpu_blocks_override": _NUM_BLOCKS}
     return make_runner(_config(variant, **flags))

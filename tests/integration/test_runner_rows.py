@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
 
-@cache
+@lru_cache(maxsize=4)  # one with stand-ins for graphs has some 400 MB
 def _runner_of(kind, variant):
     return make_runner(_config(variant))
 
