@@ -109,11 +109,8 @@ async def _replicas_of(model: Model, asks_replicas: bool) -> Sequence[cluster_pb
     tiers: Sequence[Tier[Any]] = model.fleet.prefill, model.fleet.decode
     # By worker id: one that serves in both tiers is connected twice.
     connected = {r.replica_id: r for tier in tiers for r in tier.connected if r.has_role}
-    found = await asyncio.gather(
-        *(_connected_replica(model.name, replica, asks_replicas) for replica in connected.values())
-    )
-    addresses = {replica.address for replica in found}
-    found += [
+    # At the same moment: a replica that connects while others are asked would be missing.
+    lost = [
         cluster_pb2.ReplicaStatus(
             model=model.name,
             role=tier.role,
@@ -123,8 +120,12 @@ async def _replicas_of(model: Model, asks_replicas: bool) -> Sequence[cluster_pb
         )
         for tier in tiers
         for address, problem in tier.problems.items()
-        if address not in addresses
     ]
+    found = await asyncio.gather(
+        *(_connected_replica(model.name, replica, asks_replicas) for replica in connected.values())
+    )
+    addresses = {replica.address for replica in found}
+    found += [replica for replica in lost if replica.address not in addresses]
     return sorted(found, key=lambda replica: (replica.role, replica.address))
 
 

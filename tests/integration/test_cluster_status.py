@@ -9,6 +9,7 @@ import pytest
 from baton.cli import main
 from baton.common.security.config import CredentialsConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from router import cluster_servicer
 from router.config.security import RouterSecurityConfig
 from router.fleet import replica_health, tier
 from tests.support.conditions import until
@@ -77,6 +78,22 @@ async def test_a_replica_that_has_just_been_connected_is_not_back_before_it_repo
         (replica,) = (await cluster_of(router)).replicas
         assert (replica.state, replica.address) == (LOST, decode.address)
         assert "has not reported" in replica.problem
+
+
+async def test_a_replica_that_connects_while_others_are_asked_is_shown(monkeypatch):
+    monkeypatch.setattr(cluster_servicer, "_LOAD_TIMEOUT_S", 20)
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        await decode.stop()
+        await router.until(lambda: decode.address in router.fleet.decode.problems)
+        num_loads, prefill.is_frozen = prefill.num_loads, True
+        asked = asyncio.create_task(cluster_of(router))
+        await prefill.changes.until(lambda: prefill.num_loads > num_loads)
+        await decode.start(decode.port)
+        await until(lambda: router.fleet.decode.connected)
+        await prefill.stop()
+        shown = (await asked).replicas
+        assert {each.address for each in shown} == {prefill.address, decode.address}
 
 
 async def test_a_lost_replica_is_shown_while_its_channel_is_closed(monkeypatch):
