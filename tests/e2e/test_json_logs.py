@@ -32,12 +32,13 @@ async def test_every_line_is_json_and_has_the_ids_of_its_request(tmp_path):
         async with httpx2.AsyncClient(base_url=cluster.http_url, timeout=60, verify=False) as http:
             answer = await http.post(
                 "/v1/completions",
-                json={"prompt": PROMPT, "max_tokens": 4},
+                json={"prompt": PROMPT, "max_tokens": 4, "temperature": 0},
                 headers={"x-request-id": "by-http", "traceparent": PARENT},
             )
             assert answer.status_code == 200
         async with AsyncClient(cluster.router.address) as client:
-            await client.generate(PROMPT, {"max_tokens": 4}, request_id="by-grpc")
+            params = {"max_tokens": 4, "temperature": 0}
+            await client.generate(PROMPT, params, request_id="by-grpc")
         address = ("--address", cluster.router.address)
         shown, listed, missing, refused = await asyncio.gather(
             baton(TOKEN, "trace", "by-grpc", *address),
