@@ -98,7 +98,7 @@ def test_make_chat_answers_the_question_of_the_readme():
     with bare_machine("sleep", "1200") as machine:
         question = "What is the capital of France?\n"
         # The model draws its words: once in many times it answers in French, and at length, which
-        # takes minutes up to its own limit of 8,192 tokens.
+        # takes minutes up to its own limit of 8,192 tokens, or with a single word.
         limit = "ARGS=--max-model-len 256"
         printed = machine.run("make", "chat", limit, text=question)
-        assert len(printed.partition("> ")[2].split()) > 2
+        assert printed.partition("> ")[2].replace("> ", "").strip()
