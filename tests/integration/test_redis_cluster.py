@@ -45,10 +45,11 @@ def short_timeout_store(cluster):
 
 
 def keys_of(cluster, index, num_keys):
-    """Returns keys that the server of that index holds."""
+    """Returns keys of different slots that the server of that index holds."""
     first, end = 16384 * index // 3, 16384 * (index + 1) // 3
     keys = (os.urandom(32) for _ in range(100 * num_keys))
-    return [key for key in keys if first <= key_slot(object_name(key)) < end][:num_keys]
+    by_slot = {key_slot(object_name(key)): key for key in keys}
+    return [key for slot, key in by_slot.items() if first <= slot < end][:num_keys]
 
 
 def give_slots(cluster, keys, giver, taker):
