@@ -90,7 +90,8 @@ async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
                 process.send_signal(signal.SIGTERM)
                 await until_closed(port)
                 # Over a new connection: a call on the present one may have reached the router.
-                async with open_channel(f"127.0.0.1:{port}") as late:
+                options = (("grpc.use_local_subchannel_pool", 1),)
+                async with open_channel(f"127.0.0.1:{port}", options=options) as late:
                     late_stub = generation_pb2_grpc.GenerationServiceStub(late)
                     with pytest.raises(grpc.aio.AioRpcError, match="refused") as refused:
                         await late_stub.Generate(request([5, 6], max_tokens=1))
