@@ -94,15 +94,17 @@ async def _run(
     await call(short)
 
     short_s: list[float] = []
+    is_done = asyncio.Event()
 
     async def probe() -> None:
-        while pause_ms:
+        while pause_ms and not is_done.is_set():
             short_s.append(await _seconds(call, short))
             await asyncio.sleep(pause_ms / 1000)
 
     probes = asyncio.create_task(probe())
     long_s = [await _seconds(call, item) for item in long]
-    probes.cancel()
+    is_done.set()
+    await probes  # on a busy machine the first short request may be the only one
     report = {
         "num_tokens": sum(num_made) / num_requests,
         "long_s": long_s,
