@@ -113,5 +113,11 @@ VARIABLES = (
         "",
         "with 1, Triton's kernels can run on a CPU, slowly, for tests",
     ),
+    Variable(
+        "UCX_NET_DEVICES",
+        "`nixl://`",
+        "those at its start, without containers'",
+        "network devices that UCX may use",
+    ),
     Variable("UCX_TLS", "`nixl://`", "UCX's choice", "transports that UCX may use"),
 )

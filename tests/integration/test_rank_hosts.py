@@ -181,7 +181,10 @@ def test_a_host_that_is_cut_off_ends_the_group() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.parametrize("scheme", ["grpc", "nixl"])
-def test_peers_read_the_blocks_of_a_rank_on_another_host(scheme: str) -> None:
+def test_peers_read_the_blocks_of_a_rank_on_another_host(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")  # the cable came after this process began
     path = tiny_checkpoint("llama")
     with other_host() as (here, there):
         port, kv_port = reserved_port(), reserved_port()

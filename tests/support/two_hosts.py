@@ -52,7 +52,7 @@ class TwoHosts(Route):
     """
 
     def __init__(self, scheme: str, options: str) -> None:
-        self._names = {tier: f"bt{os.getpid()}{tier[0]}" for tier in ("prefill", "decode")}
+        self._names = {tier: f"veth{os.getpid()}{tier[0]}" for tier in ("prefill", "decode")}
         # 198.18.0.0/15 is reserved for benchmarks; this process has the addresses in `_here`.
         subnet = f"198.18.{os.getpid() % 250}"
         self._here = {"prefill": f"{subnet}.1", "decode": f"{subnet}.5"}

@@ -6,11 +6,11 @@ UCX_* and NIXL_* variables win.
 
 import logging
 import os
+import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -35,10 +35,11 @@ _UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 
 _INFINIBAND = Path("/sys/class/infiniband")
-_MAX_TRIES = 4
-_RETRY_S = 0.1
-"""UCX lists the network devices, opens them, and connects to itself. That fails if a device goes
-meanwhile, as those of containers do."""
+# Names that Docker, Podman, Kubernetes' networks and libvirt give to a host's ends of containers'
+# and machines' networks.
+_OF_CONTAINERS = re.compile(
+    r"(docker|podman|cni|cali|lxc|lxd|veth|virbr|vnet)[-\w]*|br-[0-9a-f]{12}"
+)
 # Pause of the home agent's thread, by which a remote may wait longer to connect.
 _REST_US = 500
 
@@ -48,11 +49,14 @@ _creating = threading.Lock()
 def load_nixl() -> ModuleType:
     """Imports and returns the package.
 
+    UCX will use the network devices that are there now, except those of containers.
+
     Raises:
         ConfigurationError: it is not installed, or cannot be loaded.
     """
     for name, level in _LOG_LEVELS.items():
         os.environ.setdefault(name, level)  # the libraries read them as they are loaded
+    os.environ.setdefault("UCX_NET_DEVICES", _lasting_devices())
     raises_in_logging = logging.raiseExceptions
     try:
         return _import_first()
@@ -82,22 +86,16 @@ def new_agent(
     if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
         raise TimeoutError("other connections that are being made took the time")
     try:
-        for _ in range(_MAX_TRIES - 1):
-            with suppress(ConfigurationError):
-                return _make_agent(nixl, name, config)
-            time.sleep(_RETRY_S)
-        return _make_agent(nixl, name, config)
+        with _resting_threads(nixl):
+            agent = nixl.nixl_agent(name, config)
+        try:
+            agent.create_backend("UCX", {"engine_config": _UCX})
+        except Exception as error:  # nixl's errors have no base of their own
+            raise ConfigurationError(
+                f"nixl: UCX does not start ({error}); {ucx_advice()}"
+            ) from error
     finally:
         _creating.release()
-
-
-def _make_agent(nixl: ModuleType, name: str, config: Any) -> Any:
-    with _resting_threads(nixl):
-        agent = nixl.nixl_agent(name, config)
-    try:
-        agent.create_backend("UCX", {"engine_config": _UCX})
-    except Exception as error:  # nixl's errors have no base of their own
-        raise ConfigurationError(f"nixl: UCX does not start ({error}); {ucx_advice()}") from error
     return agent
 
 
@@ -112,6 +110,17 @@ def ucx_advice() -> str:
             return f"UCX_NET_DEVICES is {devices!r}, but this machine has no device {name!r}"
     is_set = [name for name in ("UCX_TLS", "UCX_NET_DEVICES") if os.environ.get(name)]
     return f"see {' and '.join(is_set or ['UCX_TLS'])}"
+
+
+def _lasting_devices() -> str:
+    """Returns the network devices that UCX may use, separated by commas.
+
+    UCX opens all that there are. If one goes while it connects, as those of containers do, it
+    cannot connect.
+    """
+    devices = [name for _, name in socket.if_nameindex() if not _OF_CONTAINERS.fullmatch(name)]
+    ports = [f"{port.parts[-3]}:{port.name}" for port in _INFINIBAND.glob("*/ports/*")]
+    return ",".join([*devices, *ports])
 
 
 @contextmanager
