@@ -12,7 +12,7 @@ from tests.support.specializations import recording_versions
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(IS_CUDA, reason="versions are those of Triton's interpreter"),
 ]
 

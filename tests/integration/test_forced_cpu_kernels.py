@@ -1,6 +1,6 @@
 """The kernels and the models, on every set of CPU kernels that this machine can run.
 
-The test suite runs on the best set. Here a third of the cases of a few of its files run again on
+The test suite runs on the best set. Here a fifth of the cases of a few of its files run again on
 each of the others, each time in a new process, since the choice is made once per process.
 """
 
@@ -84,7 +84,7 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
 @needs_libraries
 def test_tests_of_kernels_and_models_pass_with_each_set(choice):
     options = "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"
-    options += "-p", "tests.support.third_of_cases"
+    options += "-p", "tests.support.fifth_of_cases"
     # With torch, those of the kernels would compare it with itself.
     files = [FAMILIES, SERVER_PROCESSES] if choice == TORCH else [*ARITHMETIC, FAMILIES]
     command = [sys.executable, "-m", "pytest", *options, *files]

@@ -59,11 +59,9 @@ def _reference(variant):
     [
         ("qwen3", "triton, eager"),
         ("llama_sharded", "triton, eager"),  # heads whose width is no power of two
-        ("mistral_sliding", "triton, eager"),
         ("qwen2_alternating", "triton, graphs"),
         ("gpt2", "triton, eager"),
-        ("opt", "triton, eager"),
-        pytest.param("deepseek_v3", "triton, graphs", marks=pytest.mark.slow),
+        ("deepseek_v3", "triton, graphs"),
     ],
 )
 def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
@@ -71,10 +69,9 @@ def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
     assert _tokens(variant, ({}, {})) == _reference(variant)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_draws_the_first_token_of_float32(dtype, monkeypatch):
+def test_half_precision_draws_the_first_token_of_float32(monkeypatch):
     use_kind("triton, eager", monkeypatch)
-    drawn = _tokens("llama", ({}, {}), dtype=dtype)
+    drawn = _tokens("llama", ({}, {}), dtype="bfloat16")
     assert [tokens[0] for tokens in drawn] == [tokens[0] for tokens in _reference("llama")]
 
 
