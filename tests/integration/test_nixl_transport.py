@@ -1,6 +1,5 @@
 """`NixlTransport` between real processes: right bytes, deadlines, remotes that die or stop."""
 
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -395,24 +394,6 @@ def test_what_ucx_does_not_have_is_an_error(monkeypatch, variable, value, advice
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError, match=f"{variable}.*{advice}|{advice}"):
         NixlTransport()
-
-
-def test_ucx_uses_no_network_devices_of_containers(monkeypatch, tmp_path):
-    """It would open them, and end the process if one goes while it connects."""
-    (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
-    lasting = ["lo", "eth0", "br0", "br-ex", "enp3s0"]
-    passing = ["docker0", "br-22be79e259eb", "veth4290bb3", "cali0a1b2c3d4e5", "virbr0-nic"]
-    monkeypatch.setattr(nixl_library, "_INFINIBAND", tmp_path)
-    monkeypatch.setattr(
-        nixl_library.socket, "if_nameindex", lambda: [*enumerate([*passing, *lasting], 1)]
-    )
-    monkeypatch.setenv("UCX_NET_DEVICES", "")
-    monkeypatch.delenv("UCX_NET_DEVICES")
-    nixl_library.load_nixl()
-    assert os.environ["UCX_NET_DEVICES"] == ",".join([*lasting, "mlx5_0:1"])
-    monkeypatch.setenv("UCX_NET_DEVICES", "docker0")
-    nixl_library.load_nixl()
-    assert os.environ["UCX_NET_DEVICES"] == "docker0", "the operator's own choice"
 
 
 def test_registering_memory_of_an_absent_device_is_an_error():

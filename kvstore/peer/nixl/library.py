@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.common.errors import ConfigurationError
 
-__all__ = ["LATE_WRITES_S", "load_nixl", "new_agent", "ucx_advice"]
+__all__ = ["LATE_WRITES_S", "load_nixl", "new_agent"]
 
 LATE_WRITES_S = 120.0
 """Seconds after which a read that could not be stopped writes nothing any more.
@@ -92,15 +92,15 @@ def new_agent(
             agent.create_backend("UCX", {"engine_config": _UCX})
         except Exception as error:  # nixl's errors have no base of their own
             raise ConfigurationError(
-                f"nixl: UCX does not start ({error}); {ucx_advice()}"
+                f"nixl: UCX does not start ({error}); {_ucx_advice()}"
             ) from error
     finally:
         _creating.release()
     return agent
 
 
-def ucx_advice() -> str:
-    """Returns which of the operator's variables keeps UCX from finding a transport."""
+def _ucx_advice() -> str:
+    """Returns which environment variables may keep UCX from finding a transport."""
     devices = os.environ.get("UCX_NET_DEVICES", "")
     names = [part.strip().removeprefix("^").partition(":")[0] for part in devices.split(",")]
     known = {name for _, name in socket.if_nameindex()}
@@ -108,8 +108,7 @@ def ucx_advice() -> str:
     for name in names:
         if name and name != "all" and "*" not in name and name not in known:
             return f"UCX_NET_DEVICES is {devices!r}, but this machine has no device {name!r}"
-    is_set = [name for name in ("UCX_TLS", "UCX_NET_DEVICES") if os.environ.get(name)]
-    return f"see {' and '.join(is_set or ['UCX_TLS'])}"
+    return "see UCX_TLS and UCX_NET_DEVICES"
 
 
 def _lasting_devices() -> str:
